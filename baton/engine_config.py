@@ -226,7 +226,7 @@ class EngineConfig:
         least=0,
         most=MAX_ADAPTERS,
         help="Most LoRA adapters in memory; the least recently used one leaves for another. 0: "
-        "none can be loaded. For a CPU and one rank.",
+        "none can be loaded. For a CPU.",
     )
     adapter_cache_bytes: int | None = option(
         None,
@@ -313,14 +313,6 @@ class EngineConfig:
                 f"executor: uniproc has one rank, but tensor_parallel_size is "
                 f"{self.tensor_parallel_size} and pipeline_parallel_size "
                 f"{self.pipeline_parallel_size}"
-            )
-        if self.max_adapters and self.num_ranks > 1:
-            raise ConfigError(
-                f"max_adapters: adapters are computed by one rank, and there are {self.num_ranks}"
-            )
-        if self.max_adapters and self.executor_name != "uniproc":
-            raise ConfigError(
-                f"max_adapters: adapters need the executor uniproc, got {self.executor_name}"
             )
         if self.ngram_max < self.ngram_min:
             raise ConfigError(

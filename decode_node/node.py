@@ -25,10 +25,9 @@ from baton.link.words import (
     RouterCommand,
 )
 from baton.telemetry.ledger import Ledger
-from baton.telemetry.spans import SpanSink, zero_of
 from decode_node.options import DecodeOptions
 from decode_node.reservations import Reservation, Reservations, ReservationState
-from decode_node.spans import DecodeMoments, decode_spans
+from decode_node.spans import DecodeTraces
 from engine.core.outputs import StepResult
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
@@ -65,8 +64,8 @@ class DecodeNode:
         emit: takes events for the router; called on this node's thread.
         options: options of decode nodes.
         clock: returns seconds, never going back.
-        spans: takes spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: a queue without files.
+        traces: emits spans of traced requests; None: no tracing.
+        adapters: holds commands until their adapters are in memory; None: one that reads no files.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class DecodeNode:
         emit: Callable[[NodeEvent], None],
         options: DecodeOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
-        spans: SpanSink | None = None,
+        traces: DecodeTraces | None = None,
         adapters: AdapterQueue | None = None,
     ) -> None:
         self.engine = engine
@@ -84,7 +83,7 @@ class DecodeNode:
         self.receiver = receiver
         self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
-        self._spans = spans
+        self._traces = traces or DecodeTraces(None, clock)
         self._options = options
         self._inbox, self._outbox = Inbox(DecodeCommand, clock, self._adapters), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
@@ -186,7 +185,7 @@ class DecodeNode:
             request = new_request(engine, command)
         except InvalidRequestError as error:
             self._refuse(command, error)
-            self._tell_trace(command, DecodeMoments(parked_at=received_at), str(error))
+            self._traces.end_trace(command, received_at, error=str(error))
             return
         take = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
@@ -295,27 +294,18 @@ class DecodeNode:
     ) -> _Job | None:
         """Forget a job, if there is one, and end its trace."""
         job = self._jobs.pop(request_id, None)
-        if job is not None and job.command.trace is not None:
-            is_committed = job.reservation.state is ReservationState.COMMITTED
-            moments = DecodeMoments(
-                parked_at=job.reservation.parked_at,
-                committed_at=job.reservation.committed_at if is_committed else 0.0,
+        if job is not None:
+            reservation = job.reservation
+            is_committed = reservation.state is ReservationState.COMMITTED
+            self._traces.end_trace(
+                job.command,
+                reservation.parked_at,
+                committed_at=reservation.committed_at if is_committed else 0.0,
                 first_step_s=job.first_step_s,
+                receipt=receipt,
+                error=error,
             )
-            self._tell_trace(job.command, moments, error, receipt)
         return job
-
-    def _tell_trace(
-        self,
-        command: DecodeCommand,
-        moments: DecodeMoments,
-        error: str,
-        receipt: DecodeReceipt | None = None,
-    ) -> None:
-        """Emit the spans of a traced request that ended here."""
-        if self._spans is not None and command.trace is not None:
-            spans = decode_spans(command, moments, self._clock(), receipt, error)
-            self._spans(spans, zero_of(self._clock))
 
     def _end(self, request_id: str, error: str = "") -> None:
         """Forget a request that was cancelled, failed, or exceeded its deadline."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from baton.link.words import NodeEvent, NodeRole
 from baton.text.grammar_trials import EarlyGrammars
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
+from decode_node.spans import DecodeTraces
 from kvconnector.ends import Receiver
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
@@ -31,7 +33,7 @@ def make_program(
             receiver,
             parts.emit,
             options.decode,
-            spans=parts.spans,
+            traces=DecodeTraces(parts.spans, time.monotonic),
             adapters=parts.adapters,
         )
         return node, receiver

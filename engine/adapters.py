@@ -14,7 +14,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.adapters.digest import AdapterDigest, AdapterMissingError, shorten_digest
+from baton.adapters.digest import (
+    AdapterDigest,
+    AdapterError,
+    AdapterMissingError,
+    shorten_digest,
+)
 from baton.adapters.files import Adapter, AdapterFiles, read_adapter
 from baton.api.errors import ConfigError, NotFoundError, OverloadedError
 from engine.executors.base import Executor
@@ -27,7 +32,7 @@ class AdapterView:
     """An adapter in memory, as operators see it.
 
     Attributes:
-        num_bytes: size in the worker's memory.
+        num_bytes: size in memory, on all ranks together.
         is_pinned: whether it stays when others need its slot.
         is_leaving: whether it takes no new requests, and leaves with its last one.
     """
@@ -66,6 +71,11 @@ class AdapterTable:
         self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()  # used last is last
         self._read: OrderedDict[AdapterDigest, Adapter] = OrderedDict()  # likewise
         self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
+
+    @property
+    def has_slots(self) -> bool:
+        """Return whether adapters can be loaded at all."""
+        return self._max_adapters > 0
 
     @property
     def digests(self) -> tuple[AdapterDigest, ...]:
@@ -139,8 +149,7 @@ class AdapterTable:
         digest = adapter.digest
         if digest not in self._slots:
             self._make_room({*self._in_use(), *kept})
-            (num_bytes,) = self._executor.collective_rpc("load_adapter", (adapter,))
-            self._slots[digest] = _Slot(num_bytes, pinned)
+            self._slots[digest] = _Slot(self._load(adapter), pinned)
         self._keep(digest, pinned=pinned)
         self.remember(adapter)
 
@@ -185,11 +194,19 @@ class AdapterTable:
             _, forgotten = self._read.popitem(last=False)
             num_bytes -= forgotten.files.num_bytes
 
+    def _load(self, adapter: Adapter) -> int:
+        """Load an adapter on all ranks or on none; return its size on all of them together."""
+        try:
+            return sum(self._executor.collective_rpc("load_adapter", (adapter,)))
+        except AdapterError:
+            self._executor.collective_rpc("unload_adapter", (adapter.digest,))
+            raise
+
     def _check(self, files: AdapterFiles) -> None:
-        self._executor.collective_rpc("check_adapter", (files,))
+        self._executor.check_adapter(files)
 
     def _refuse_without_slots(self) -> None:
-        if not self._max_adapters:
+        if not self.has_slots:
             raise ConfigError("max_adapters: is 0, so no adapter can be loaded; must be 1 or more")
 
     def _keep(self, digest: AdapterDigest, *, pinned: bool) -> None:

@@ -25,7 +25,8 @@ from baton.adapters.digest import (
     AdapterMissingError,
     shorten_digest,
 )
-from baton.adapters.files import Adapter, find_adapter
+from baton.adapters.files import Adapter
+from baton.adapters.sources import find_named
 from baton.api.errors import OverloadedError
 from baton.link.words import AbortAll, DecodeCommand, PrefillCommand
 from engine.engine import Engine
@@ -76,7 +77,7 @@ class AdapterQueue:
 
     Args:
         engine: computes with the adapters.
-        root: folder below which adapters may be loaded; None: none may be.
+        root: folder below which adapters' folders must lie; None: there are no folders.
         wake: wakes the engine's thread; safe from any thread.
         clock: returns seconds, never going back.
 
@@ -181,8 +182,9 @@ class AdapterQueue:
 
     def _check_source(self, digest: AdapterDigest, source: str) -> None:
         """Raise AdapterMissingError if an adapter's files cannot be read here."""
-        if self._root is None or not source:
-            why = "its folder is not known" if self._root else "this node loads no adapters"
+        if not self._table.has_slots or not source:
+            is_able = self._table.has_slots
+            why = "its folder is not known" if is_able else "this node loads no adapters"
             raise AdapterMissingError(
                 f"adapter: {shorten_digest(digest)} is not loaded here, and {why}"
             )
@@ -207,10 +209,9 @@ class AdapterQueue:
 
     def _read(self, digest: AdapterDigest, source: str) -> tuple[Adapter, float]:
         """Read an adapter's files, on the reading thread; raises AdapterError."""
-        assert self._root is not None
         began_at = self._clock()
         try:
-            adapter = self._table.read(find_adapter(self._root, source))
+            adapter = self._table.read(find_named(self._root, source))
         except MemoryError:
             raise AdapterError(f"{source!r:.200}: does not fit in this machine's memory") from None
         if adapter.digest != digest:

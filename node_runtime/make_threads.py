@@ -18,7 +18,7 @@ from kvconnector.transports.faults import FaultSpec
 from node_runtime.adapter_queue import AdapterQueue
 from node_runtime.node_engine import load_adapters, load_engine
 from node_runtime.node_transport import open_transport
-from node_runtime.option_checks import folder_of
+from node_runtime.option_checks import source_of
 from node_runtime.options import NodeOptions
 from node_runtime.threads import ConnectorEnd, Node, NodeThreads
 
@@ -76,11 +76,10 @@ def make_threads(
         kv_digests=kv_digests,
         revision=options.revision,
         grammars=grammars,
-        loads_adapters=bool(options.adapter_root),
+        loads_adapters=options.engine.max_adapters > 0,
     )
     adapter_root = Path(options.adapter_root) if options.adapter_root else None
-    if adapter_root is not None:
-        load_adapters(loaded.engine, adapter_root, [folder_of(one) for one in options.adapters])
+    load_adapters(loaded.engine, adapter_root, [source_of(one) for one in options.adapters])
     tracing = Tracing(
         options.trace,
         service=f"baton-{role.value}",

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from baton.adapters.digest import AdapterDigest, AdapterError, check_digest, shorten_digest
-from baton.adapters.files import Adapter, find_adapter
+from baton.adapters.files import Adapter
+from baton.adapters.sources import find_named
 from baton.api.errors import (
     BatonError,
     ConfigError,
@@ -43,7 +44,7 @@ class NodeAdapters:
     Args:
         engine: computes requests with the adapters.
         between_steps: runs a function on the engine's thread; its errors would end the node.
-        root: folder below which adapters may be loaded; None: none may be.
+        root: folder below which adapters' folders must lie; None: there are no folders.
     """
 
     def __init__(self, engine: Engine, between_steps: BetweenSteps, root: Path | None) -> None:
@@ -59,7 +60,7 @@ class NodeAdapters:
 
         Args:
             digest: the adapter's digest, which the files must have.
-            source: the adapter's folder, relative to the root.
+            source: where the adapter lies; see `find_named`.
 
         Raises:
             InvalidRequestError: the digest, the path or a file is wrong.
@@ -100,9 +101,9 @@ class NodeAdapters:
         return admin_pb2.AdaptersDescription(adapters=map(_to_proto, views))
 
     def _read(self, digest: AdapterDigest, source: str) -> Adapter:
-        if self._root is None:
-            raise InvalidRequestError("adapter", "this node has no --adapter-root to load from")
-        adapter = self._engine.adapters.read(find_adapter(self._root, source))
+        if not self._engine.adapters.has_slots:
+            raise InvalidRequestError("adapter", "this node loads none: --max-adapters is 0")
+        adapter = self._engine.adapters.read(find_named(self._root, source))
         if adapter.digest != digest:
             found = f"has the digest {adapter.digest}, not {digest}"
             raise AdapterError(f"{source!r:.200}: {found}")

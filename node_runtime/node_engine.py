@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.adapters.digest import AdapterError
-from baton.adapters.files import find_adapter
+from baton.adapters.sources import find_named
 from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder, weights_digest
 from baton.checkpoint.model_identity import NONE, folder_identity
@@ -149,19 +149,19 @@ def load_engine(
     )
 
 
-def load_adapters(engine: Engine, root: Path, sources: Sequence[str]) -> None:
+def load_adapters(engine: Engine, root: Path | None, sources: Sequence[str]) -> None:
     """Load adapters at start.
 
     Args:
-        root: folder below which they lie.
-        sources: folders of the adapters, relative to ``root``.
+        root: folder below which folders must lie; None: there are no folders.
+        sources: where the adapters lie; see `find_named`.
 
     Raises:
         ConfigError: a file is wrong, or an adapter does not fit the model.
     """
     for source in sources:
         try:
-            adapter = engine.adapters.read(find_adapter(root, source))
+            adapter = engine.adapters.read(find_named(root, source))
             engine.adapters.load(adapter)
         except AdapterError as error:
             raise ConfigError(str(error)) from error

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from baton.access.exposure import check_is_free, split_address
 from baton.adapters.digest import AdapterError
-from baton.adapters.files import find_adapter, open_adapter
+from baton.adapters.files import open_adapter
+from baton.adapters.sources import find_named
 from baton.api.errors import ConfigError
 from baton.checkpoint.model_folder import find_model_folder
 from kvconnector import KV_CONNECTORS
@@ -40,8 +41,8 @@ def check_options(options: NodeOptions) -> None:
         check_is_free("kv_listen", options.kv_listen)
 
 
-def folder_of(adapter: str) -> str:
-    """Return the folder of ``[NAME=]FOLDER``; names are the router's."""
+def source_of(adapter: str) -> str:
+    """Return the source of ``[NAME=]SOURCE``; names are the router's."""
     return adapter.partition("=")[2] or adapter
 
 
@@ -49,8 +50,6 @@ def _check_adapters(options: NodeOptions) -> None:
     """Check the adapters to load at start; whether they fit the model is checked later."""
     if options.adapter_root and not Path(options.adapter_root).is_dir():
         raise ConfigError(f"adapter_root: {options.adapter_root}: no such folder")
-    if options.adapters and not options.adapter_root:
-        raise ConfigError("adapter_root: must be given, as --adapter is relative to it")
     if options.adapter_root and not options.engine.max_adapters:
         raise ConfigError("max_adapters: must be 1 or more with --adapter-root, got 0")
     if len(options.adapters) > options.engine.max_adapters:
@@ -58,9 +57,10 @@ def _check_adapters(options: NodeOptions) -> None:
             f"max_adapters: must be at least {len(options.adapters)} for that many --adapter, "
             f"got {options.engine.max_adapters}"
         )
+    root = Path(options.adapter_root) if options.adapter_root else None
     for source in options.adapters:
         try:
-            open_adapter(find_adapter(Path(options.adapter_root), folder_of(source)))
+            open_adapter(find_named(root, source_of(source)))
         except AdapterError as error:
             raise ConfigError(str(error)) from error
 

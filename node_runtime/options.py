@@ -97,14 +97,15 @@ class NodeOptions:
     engine: EngineConfig = group(EngineConfig)
     adapter_root: str = option(
         "",
-        help="Folder below which LoRA adapters may be loaded, with --max-adapters; the router "
-        "chooses which. Empty: none.",
+        help="Folder below which LoRA adapters may lie, with --max-adapters; the router says "
+        "which. Empty: only installed packages and cached hub ids are loaded.",
     )
     adapters: tuple[str, ...] = option(
         (),
         name="adapter",
-        help="[NAME=]FOLDER of an adapter to load at start, below --adapter-root and in PEFT's "
-        "layout; repeat it for several. Others are loaded when a request needs them.",
+        help="[NAME=]SOURCE of an adapter to load at start: a folder or GGUF file below "
+        "--adapter-root, an installed package, or a hub id in this machine's cache; repeat it for "
+        "several. Others are loaded when a request needs them.",
     )
     inject_faults: str = option(
         "",

@@ -25,7 +25,6 @@ from baton.link.words import (
     RouterCommand,
 )
 from baton.telemetry.ledger import Ledger
-from baton.telemetry.spans import SpanSink
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.engine import Engine
@@ -63,8 +62,8 @@ class PrefillNode:
         emit: takes events for the router; called on this node's thread.
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
-        spans: takes spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: a queue without files.
+        traces: emits spans of traced requests; None: no tracing.
+        adapters: holds commands until their adapters are in memory; None: one that reads no files.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class PrefillNode:
         emit: Callable[[NodeEvent], None],
         push_mode: PushMode = PushMode.LAYERS,
         clock: Callable[[], float] = time.monotonic,
-        spans: SpanSink | None = None,
+        traces: PrefillTraces | None = None,
         adapters: AdapterQueue | None = None,
     ) -> None:
         self.engine = engine
@@ -82,7 +81,7 @@ class PrefillNode:
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
-        self._traces = PrefillTraces(spans, clock)
+        self._traces = PrefillTraces(None, clock) if traces is None else traces
         self._inbox, self._outbox = Inbox(PrefillCommand, clock, self._adapters), Outbox(emit)
         self._jobs: dict[str, _Job] = {}
 

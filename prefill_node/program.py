@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from baton.link.words import NodeEvent, NodeRole
@@ -11,6 +12,7 @@ from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 from prefill_node.node import PrefillNode
 from prefill_node.options import PrefillOptions
+from prefill_node.spans import PrefillTraces
 
 
 def make_program(
@@ -31,7 +33,7 @@ def make_program(
             sender,
             parts.emit,
             options.push,
-            spans=parts.spans,
+            traces=PrefillTraces(parts.spans, time.monotonic),
             adapters=parts.adapters,
         )
         return node, sender

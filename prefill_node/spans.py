@@ -15,7 +15,15 @@ from typing import TypeAlias
 
 from baton.api.outputs import PrefillReceipt
 from baton.link.words import PrefillCommand
-from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, TraceContext, zero_of
+from baton.telemetry.spans import (
+    Attribute,
+    Span,
+    SpanKind,
+    SpanSink,
+    TraceContext,
+    child_span,
+    zero_of,
+)
 
 Key: TypeAlias = tuple[str, int]  # request id and epoch
 
@@ -57,51 +65,36 @@ class PrefillTrace:
         Args:
             has_pushed: whether the request's KV was sent to a decode node.
         """
-        root, parent_id = self.parent.child(), self.parent.span_id
+        root = self.parent.child()
         attributes: dict[str, Attribute] = {"baton.request_id": self.request_id}
         if self.receipt is not None:
             attributes["baton.chunks"] = self.receipt.num_chunks
             attributes["baton.computed_tokens"] = self.receipt.num_computed_tokens
             attributes["baton.cached_tokens"] = self.receipt.num_cached_tokens
-        made = [_span("prefill", root, parent_id, self.received_at, now, attributes, self.error)]
-        started_at = self.started_at or now
-        queue = _span("prefill.queue", root.child(), root.span_id, self.received_at, started_at)
-        made.append(queue)
+        whole = Span(
+            name="prefill",
+            context=root,
+            parent_id=self.parent.span_id,
+            begin_s=self.received_at,
+            end_s=now,
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            error=self.error,
+        )
+        started_at, computed_at = self.started_at or now, self.computed_at or now
+        made = [whole, child_span("prefill.queue", root, self.received_at, started_at)]
         if not self.started_at:
             return made
-        compute, computed_at = root.child(), self.computed_at or now
-        made.append(_span("prefill.compute", compute, root.span_id, self.started_at, computed_at))
+        compute = child_span("prefill.compute", root, started_at, computed_at)
+        made.append(compute)
         made += (
-            _span("prefill.chunk", compute.child(), compute.span_id, chunk[0], (*chunk[1:], now)[0])
+            child_span("prefill.chunk", compute.context, chunk[0], (*chunk[1:], now)[0])
             for chunk in self.chunks
         )
         if has_pushed:
             to: dict[str, Attribute] = {"baton.decode_engine_id": self.decode_node}
-            pushing_from = self.started_at
-            made.append(_span("prefill.push", root.child(), root.span_id, pushing_from, now, to))
+            made.append(child_span("prefill.push", root, started_at, now, to))
         return made
-
-
-def _span(
-    name: str,
-    context: TraceContext,
-    parent_id: bytes,
-    begin_s: float,
-    end_s: float,
-    attributes: dict[str, Attribute] | None = None,
-    error: str = "",
-) -> Span:
-    kind = SpanKind.SERVER if name == "prefill" else SpanKind.INTERNAL
-    return Span(
-        name=name,
-        context=context,
-        parent_id=parent_id,
-        begin_s=begin_s,
-        end_s=end_s,
-        kind=kind,
-        attributes=attributes or {},
-        error=error,
-    )
 
 
 class PrefillTraces:

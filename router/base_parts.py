@@ -23,7 +23,7 @@ from router.gate.overload import Overload
 from router.gate.rate_limits import RateLimits
 from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
-from router.intake.fleet_metrics import ScalingCollector
+from router.intake.fleet_metrics import Collected, collect_scaling
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.prompt_reader import EarlyReaders
@@ -121,7 +121,7 @@ def _make_base(
     overload = common.overload if is_first else None
     metrics = RouterMetrics(pool, admission, overload, recoveries.suspects)
     scaling = _make_scaling(config, pool, admission)
-    metrics.show(ScalingCollector(scaling))
+    metrics.show(Collected(collect_scaling, scaling))
     intake = make_intake(config, folder, limits, dispatcher, metrics, readers)
     base = BaseModel(model=model, dispatcher=dispatcher, intake=intake, metrics=metrics)
     return BaseParts(base=base, scaling=scaling)

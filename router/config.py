@@ -135,13 +135,14 @@ class RouterConfig:
     adapter_root: str = option(
         "",
         help="Folder of LoRA adapters, as on the nodes; the router reads their digests there. "
-        "Empty: `baton admin adapters load` must give digests.",
+        "Empty: `baton admin adapters load` must give digests of folders.",
     )
     adapters: tuple[str, ...] = option(
         (),
         name="adapter",
-        help="NAME=FOLDER: another name of the model, with the adapter in this folder below "
-        "--adapter-root; repeat it for several. With several models use --names-file.",
+        help="NAME=SOURCE: another name of the model, with an adapter: a folder or GGUF file below "
+        "--adapter-root, an installed package, or a hub id in the machines' caches; repeat it for "
+        "several. With several models use --names-file.",
     )
     request_defaults: str = option(
         "",

@@ -14,10 +14,17 @@ the first attempt sum to the receipt's ``router_queue_s``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from baton.link.words import MOVED
-from baton.telemetry.spans import Attribute, Span, SpanKind, SpanSink, TraceContext, zero_of
+from baton.telemetry.spans import (
+    Attribute,
+    Span,
+    SpanKind,
+    SpanSink,
+    TraceContext,
+    child_span,
+    zero_of,
+)
 from router.calls.request_log import AttemptRecord, RequestRecord
 
 
@@ -38,34 +45,20 @@ class RequestSpans:
         assert record.trace is not None
         assert record.ended_s is not None
         spans = [_request_span(record, record.trace, self._model)]
-        child = _child_of(record.trace)
-        spans.append(child("router.accept", 0.0, record.accepted_s))
+        spans.append(child_span("router.accept", record.trace, 0.0, record.accepted_s))
         admitted_s = record.ended_s if record.admitted_s is None else record.admitted_s
-        spans.append(child("router.queue", record.accepted_s, admitted_s))
+        spans.append(child_span("router.queue", record.trace, record.accepted_s, admitted_s))
         placed_from_s: float | None = record.admitted_s
         for index, attempt in enumerate(record.attempts):
             assert placed_from_s is not None
-            spans.append(child("router.place", placed_from_s, attempt.began_s))
+            spans.append(child_span("router.place", record.trace, placed_from_s, attempt.began_s))
             before = record.attempts[index - 1] if index else None
             spans.append(_attempt_span(record, record.trace, attempt, before))
             placed_from_s = attempt.failed_s
         # The request ended before another place was found.
         if placed_from_s is not None and record.error_code:
-            spans.append(child("router.place", placed_from_s, record.ended_s))
+            spans.append(child_span("router.place", record.trace, placed_from_s, record.ended_s))
         self._sink(spans, zero_of(lambda: time.perf_counter() - record.started_at))
-
-
-def _child_of(parent: TraceContext) -> Callable[[str, float, float], Span]:
-    def child(name: str, begin_s: float, end_s: float) -> Span:
-        return Span(
-            name=name,
-            context=parent.child(),
-            parent_id=parent.span_id,
-            begin_s=begin_s,
-            end_s=end_s,
-        )
-
-    return child
 
 
 def _request_span(record: RequestRecord, trace: TraceContext, model: str) -> Span:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
+from baton.adapters.files import AdapterFiles
 from baton.engine_config import EngineConfig
 from baton.kv.layers import PagedKV
 from baton.kv.manifest import KVGroup, KVManifest
@@ -223,6 +224,9 @@ class SimExecutor:
             return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
         seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
         return seconds + self.timing.compute_s(num_tokens, num_pairs)
+
+    def check_adapter(self, files: AdapterFiles) -> None:
+        """Accept every adapter: steps only take time."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -27,10 +27,11 @@ _MAX_CONFIG_BYTES = 2**20
 MAX_ALPHA = 1e6
 _MAX_PATTERNS = 10_000
 _MAX_PATTERN_CHARS = 256
-# PEFT reads keys of patterns as regular expressions. Those without repetition and alternatives take
-# linear time; files of strangers could contain others that never end.
+# PEFT reads keys of patterns as regular expressions. Files of strangers could contain expressions
+# that never end. Patterns without repetition and alternatives match a fixed number of letters.
 _ANY_PREFIX = ".*\\."  # PEFT writes this before some keys, where any prefix is allowed anyway
-_PLAIN_PATTERN = re.compile(r"\^?(?:[\w.-]|\\\.|\\d)+")
+_LETTER = r"(?:[\w.-]|\\\.|\\d)"  # matches one letter
+_PLAIN_PATTERN = re.compile(rf"\^?{_LETTER}+")
 # Settings that do not change what a trained adapter computes.
 _HARMLESS = frozenset(
     {
@@ -84,14 +85,25 @@ class AdapterConfig:
 def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
     """Return the value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in patterns.items():
-        if _compiled(pattern).match(module):
+        if _matches(pattern, module):
             return value
     return default
 
 
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether ``(.*\\.)?(pattern)$`` matches; tries a single place in the name."""
+    compiled, num_letters, is_whole = _compiled(pattern)
+    start = len(module) - num_letters
+    if start < 0 or (start > 0 and (is_whole or module[start - 1] != ".")):
+        return False
+    return compiled.fullmatch(module, start) is not None
+
+
 @functools.lru_cache(maxsize=2 * _MAX_PATTERNS)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(?:.*\.)?(?:{pattern})$")
+def _compiled(pattern: str) -> tuple[re.Pattern[str], int, bool]:
+    """Return a pattern, how many letters it matches, and whether these are the whole name."""
+    letters = pattern.removeprefix("^")
+    return re.compile(letters), len(re.findall(_LETTER, letters)), letters != pattern
 
 
 def read_config(folder: Path) -> AdapterConfig:

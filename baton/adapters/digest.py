@@ -25,10 +25,14 @@ class AdapterError(InvalidRequestError):
 
     Args:
         problem: the file or tensor, the fault and the limit, in one line.
+
+    Attributes:
+        problem: as given.
     """
 
     def __init__(self, problem: str) -> None:
         super().__init__("adapter", problem)
+        self.problem = problem
 
 
 class AdapterMissingError(NodeUnavailableError):

@@ -1,5 +1,8 @@
 """Find an adapter by what a user typed: a path, an installed package, or an id of the hub.
 
+    LLM                 any path           package    hub id, fetched if needed
+    routers, nodes      below a root only  package    hub id, cached on this machine only
+
 Refuses to know: what is in an adapter's files.
 """
 
@@ -11,12 +14,14 @@ from pathlib import Path
 
 from baton.adapters.config import CONFIG_FILE
 from baton.adapters.digest import AdapterError
-from baton.adapters.files import WEIGHTS_FILE
+from baton.adapters.files import WEIGHTS_FILE, find_adapter
 from baton.adapters.gguf import GGUF
 from baton.api.errors import ModelLoadError, reason_of
-from baton.checkpoint.hub import HubName, fetch
+from baton.checkpoint.hub import HubName, fetch, find_cached
 
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*")
+_HUB = "hf://"
+_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 def locate_adapter(source: str | Path) -> Path:
@@ -39,14 +44,56 @@ def locate_adapter(source: str | Path) -> Path:
     packaged = _in_package(source)
     if packaged is not None:
         return packaged
-    name = None if source.startswith((".", "/", "~")) else HubName.parse(source)
+    name = _hub_name(source)
     if name is None:
         problem = "no such folder or file, and no installed package; a hub id is OWNER/NAME"
         raise AdapterError(f"{source!r:.200}: {problem}")
     try:
-        return fetch(source, name, [CONFIG_FILE, WEIGHTS_FILE])
+        return fetch(source, name, _FILES)
     except ModelLoadError as error:
         raise AdapterError(str(error).removeprefix("model: ")) from error
+
+
+def find_named(root: Path | None, source: str) -> Path:
+    """Return the folder or GGUF file of an adapter that an operator named. Fetches nothing.
+
+    Args:
+        root: folder below which folders and files must lie; None: there are no folders.
+        source: a path below ``root``; the name of an installed package with one adapter; or a hub
+            id whose files are in a cache of this machine.
+
+    Raises:
+        AdapterError: nothing is there, or the path or a link leads out of ``root``.
+    """
+    shown = f"{source!r:.200}"
+    if root is not None and not source.startswith(_HUB):
+        path = find_adapter(root, source)
+        if path.exists():
+            return path
+    if (packaged := _in_package(source)) is not None:
+        return packaged
+    name = _hub_name(source)
+    if name is None:
+        where = "here, as there is no --adapter-root" if root is None else "below --adapter-root"
+        problem = f"no such folder or file {where}, and no installed package"
+        raise AdapterError(f"{shown}: {problem}; a hub id is OWNER/NAME")
+    try:
+        found = find_cached(source, name, _FILES)
+    except ModelLoadError as error:
+        raise AdapterError(str(error).removeprefix("model: ")) from error
+    if found is None:
+        problem = "no such folder, and the hub's cache of this machine does not have it; fetch it"
+        raise AdapterError(f"{shown}: {problem} with `hf download`")
+    return found
+
+
+def _hub_name(source: str) -> HubName | None:
+    """Parse an id of the hub; return None for paths and other text."""
+    if source.startswith((".", "/", "~")):
+        return None
+    name = HubName.parse(source)
+    is_plain = name is not None and not {".", ".."} & set(name.repository.split("/"))
+    return name if is_plain else None
 
 
 def _in_package(name: str) -> Path | None:

@@ -84,6 +84,51 @@ def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
     return paths[0]
 
 
+def find_cached(model: str, name: HubName, patterns: Sequence[str]) -> Path | None:
+    """Return what `fetch` would, without asking the hub; None: this machine has no cached copy.
+
+    Raises ModelLoadError if several cached files fit.
+    """
+    folder = _cached_snapshot(name.repository, patterns)
+    in_snapshot = [str(path.relative_to(folder)) for path in folder.rglob("*")] if folder else []
+    files = [*_cached_files(name.repository), *in_snapshot]
+    if name.file:
+        chosen = str(first_part(Path(name.file)))
+    elif name.quantization or _has_gguf_alone(files):
+        chosen = _choose(model, name, list(dict.fromkeys(files)))
+    else:
+        return folder
+    found = [_cached_file(model, name.repository, str(part)) for part in part_files(Path(chosen))]
+    return found[0] if all(found) else None
+
+
+def _cached_snapshot(repository: str, patterns: Sequence[str]) -> Path | None:
+    """Return the folder of a repository in the hub library's cache; None: it is not there."""
+    import huggingface_hub  # here, as in `_files_of`
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repository, allow_patterns=list(patterns), local_files_only=True
+            )
+        )
+    except Exception:  # any exception, as in `_files_of`
+        return None
+
+
+def _cached_file(model: str, repository: str, file: str) -> Path | None:
+    """Return a file of a repository in one of the caches; None: it is in none."""
+    import huggingface_hub
+
+    path = _folder(repository) / file
+    if ".." in path.parts:
+        raise ModelLoadError(f"model: {model!r}: {file!r:.100} is not a file name")
+    cached = huggingface_hub.try_to_load_from_cache(repository, file)
+    if isinstance(cached, str):
+        return Path(cached)
+    return path if path.is_file() else None
+
+
 def _has_gguf_alone(files: Sequence[str]) -> bool:
     suffixes = {PurePosixPath(file).suffix.lower() for file in files}
     return _GGUF in suffixes and _SAFETENSORS not in suffixes
@@ -162,14 +207,10 @@ def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
 
 def _fetched(model: str, repository: str, file: str) -> Path:
     """Return a cached file of a repository; download it if needed, while other processes wait."""
-    import huggingface_hub
-
+    cached = _cached_file(model, repository, file)
+    if cached is not None:
+        return cached
     path = _folder(repository) / file
-    if ".." in path.parts:
-        raise ModelLoadError(f"model: {model!r}: {file!r:.100} is not a file name")
-    cached = huggingface_hub.try_to_load_from_cache(repository, file)
-    if isinstance(cached, str):
-        return Path(cached)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(path):

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 import grpc.aio
@@ -20,6 +20,7 @@ from baton.client.messages import (
     ModelDescription,
     Progress,
     Prompt,
+    RequestOptions,
     credentials,
     join,
     join_batch,
@@ -37,6 +38,7 @@ __all__ = [
     "Client",
     "ModelDescription",
     "Prompt",
+    "RequestOptions",
     "make_request",
 ]
 
@@ -71,19 +73,10 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Return the whole completion of one prompt; raises a BatonError."""
-        deltas = self.stream(
-            prompt,
-            sampling_params,
-            timeout_s=timeout_s,
-            session_id=session_id,
-            priority=priority,
-            model=model,
-        )
+        deltas = self.stream(prompt, sampling_params, timeout_s=timeout_s, **options)
         return join(list(deltas))
 
     def stream(
@@ -94,27 +87,15 @@ class Client:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Iterator[TextDelta]:
         """Yield the completion in pieces as they arrive; leaving the loop cancels the request.
 
         Args:
-            resumable: whether to reconnect and go on if the connection breaks for some seconds.
-            session_id: requests with the same id share a beginning, such as a conversation's.
-            priority: among waiting requests, smaller numbers are served first.
-            model: served name; empty: the first that the caller may use.
+            resumable: whether to reconnect and continue if the connection breaks for some seconds.
+            options: see `RequestOptions`.
         """
-        request = make_request(
-            prompt,
-            sampling_params,
-            request_id,
-            resumable=resumable,
-            session_id=session_id,
-            priority=priority,
-            model=model,
-        )
+        request = make_request(prompt, sampling_params, request_id, resumable=resumable, **options)
         progress = Progress(request, timeout_s, self._metadata)
         while True:
             call = progress.next_call(self._channel.stub())
@@ -142,19 +123,10 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> list[list[Completion]]:
         """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
-        deltas = self.stream_batch(
-            prompts,
-            sampling_params,
-            timeout_s=timeout_s,
-            session_id=session_id,
-            priority=priority,
-            model=model,
-        )
+        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s, **options)
         return join_batch(list(deltas))
 
     def stream_batch(
@@ -163,14 +135,10 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Iterator[TextDelta]:
         """Yield pieces of all completions as they arrive, each with prompt and choice index."""
-        request = make_batch_request(
-            prompts, sampling_params, session_id=session_id, priority=priority, model=model
-        )
+        request = make_batch_request(prompts, sampling_params, **options)
         yield from self._read(self._channel.stub().GenerateBatch, request, timeout_s)
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
@@ -250,19 +218,10 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Return the whole completion of one prompt; raises a BatonError."""
-        deltas = self.stream(
-            prompt,
-            sampling_params,
-            timeout_s=timeout_s,
-            session_id=session_id,
-            priority=priority,
-            model=model,
-        )
+        deltas = self.stream(prompt, sampling_params, timeout_s=timeout_s, **options)
         return join([delta async for delta in deltas])
 
     async def stream(
@@ -273,27 +232,15 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the completion in pieces as they arrive; closing the iterator cancels the request.
 
         Args:
-            resumable: whether to reconnect and go on if the connection breaks for some seconds.
-            session_id: requests with the same id share a beginning, such as a conversation's.
-            priority: among waiting requests, smaller numbers are served first.
-            model: served name; empty: the first that the caller may use.
+            resumable: whether to reconnect and continue if the connection breaks for some seconds.
+            options: see `RequestOptions`.
         """
-        request = make_request(
-            prompt,
-            sampling_params,
-            request_id,
-            resumable=resumable,
-            session_id=session_id,
-            priority=priority,
-            model=model,
-        )
+        request = make_request(prompt, sampling_params, request_id, resumable=resumable, **options)
         progress = Progress(request, timeout_s, self._metadata)
         while True:
             call = progress.next_call(self._channel.stub())
@@ -323,19 +270,10 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> list[list[Completion]]:
         """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
-        deltas = self.stream_batch(
-            prompts,
-            sampling_params,
-            timeout_s=timeout_s,
-            session_id=session_id,
-            priority=priority,
-            model=model,
-        )
+        deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s, **options)
         return join_batch([delta async for delta in deltas])
 
     async def stream_batch(
@@ -344,14 +282,10 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        session_id: str = "",
-        priority: int = 0,
-        model: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield pieces of all completions as they arrive, each with prompt and choice index."""
-        request = make_batch_request(
-            prompts, sampling_params, session_id=session_id, priority=priority, model=model
-        )
+        request = make_batch_request(prompts, sampling_params, **options)
         async for delta in self._read(self._channel.stub().GenerateBatch, request, timeout_s):
             yield delta
 

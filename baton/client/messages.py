@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import grpc
 
@@ -40,6 +40,20 @@ RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
 API_KEY_VARIABLE = "BATON_API_KEY"
 NOBODY_LISTENS = "is it up? (baton up starts one)"
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options that all requests have; each may be left out.
+
+    Attributes:
+        session_id: requests with the same id share a beginning, such as a conversation's.
+        priority: a smaller number is served first when requests wait.
+        model: served name; empty: the first that the caller may use.
+    """
+
+    session_id: str
+    priority: int
+    model: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

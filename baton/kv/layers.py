@@ -7,6 +7,7 @@ follow from it. Knows neither tensors nor how layers share memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from baton.kv.manifest import HandOffRule, KVArray, KVKind
 
@@ -18,22 +19,19 @@ class PagedKV:
     Attributes:
         sliding_window: tokens that a token attends to, the token itself included; None: all.
         is_replicated: whether every rank has all heads.
+        handoff: when a unit may be transferred.
     """
 
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
     is_replicated: bool = False
+    handoff: ClassVar = HandOffRule.AS_IT_FILLS
 
     @property
     def kind(self) -> KVKind:
         """Kind of the units of these layers."""
         return KVKind.PAGED if self.sliding_window is None else KVKind.WINDOW
-
-    @property
-    def handoff(self) -> HandOffRule:
-        """When a unit may be transferred."""
-        return HandOffRule.AS_IT_FILLS
 
     @property
     def token_values(self) -> int:
@@ -63,30 +61,19 @@ class LatentKV:
     """One vector per token, from which keys and values of all heads are made (MLA, 2405.04434).
 
     Attributes:
-        width: size of the vector, its positional part included.
+        width: size of the vector, including the positional part.
+        kind, handoff, retained_tokens: as in `PagedKV`.
     """
 
     width: int
-
-    @property
-    def kind(self) -> KVKind:
-        """Implement `PagedKV.kind`."""
-        return KVKind.LATENT
-
-    @property
-    def handoff(self) -> HandOffRule:
-        """Implement `PagedKV.handoff`."""
-        return HandOffRule.AS_IT_FILLS
+    kind: ClassVar = KVKind.LATENT
+    handoff: ClassVar = HandOffRule.AS_IT_FILLS
+    retained_tokens: ClassVar[int | None] = None
 
     @property
     def token_values(self) -> int:
         """Implement `PagedKV.token_values`."""
         return self.width
-
-    @property
-    def retained_tokens(self) -> int | None:
-        """Implement `PagedKV.retained_tokens`."""
-        return None
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
         """Implement `PagedKV.arrays`; every rank has the whole vector."""
@@ -116,31 +103,17 @@ class StateKV:
 
     Attributes:
         state: arrays of the state.
-        is_replicated: whether every rank has the whole state.
+        is_replicated: whether every rank has all of it.
+        kind, handoff, token_values, retained_tokens: as in `PagedKV`. The size does not depend on
+            the number of tokens. Kept are the next token, and the token whose state it starts from.
     """
 
     state: tuple[StateArray, ...]
     is_replicated: bool = False
-
-    @property
-    def kind(self) -> KVKind:
-        """Implement `PagedKV.kind`."""
-        return KVKind.STATE
-
-    @property
-    def handoff(self) -> HandOffRule:
-        """Implement `PagedKV.handoff`."""
-        return HandOffRule.AT_BOUNDARY
-
-    @property
-    def token_values(self) -> int:
-        """Implement `PagedKV.token_values`: a state keeps no numbers per token."""
-        return 0
-
-    @property
-    def retained_tokens(self) -> int | None:
-        """Implement `PagedKV.retained_tokens`: the next token and, for its state, the last one."""
-        return 2
+    kind: ClassVar = KVKind.STATE
+    handoff: ClassVar = HandOffRule.AT_BOUNDARY
+    token_values: ClassVar[int] = 0
+    retained_tokens: ClassVar[int | None] = 2
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
         """Implement `PagedKV.arrays`; the size does not depend on the number of tokens."""

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
@@ -81,6 +82,24 @@ class Span(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     links: tuple[tuple[TraceContext, str], ...] = ()
     events: tuple[tuple[str, float], ...] = ()
     error: str = ""
+
+
+def child_span(
+    name: str,
+    parent: TraceContext,
+    begin_s: float,
+    end_s: float,
+    attributes: Mapping[str, Attribute] = MappingProxyType({}),
+) -> Span:
+    """Make a span of work within one process, as a child of ``parent``."""
+    return Span(
+        name=name,
+        context=parent.child(),
+        parent_id=parent.span_id,
+        begin_s=begin_s,
+        end_s=end_s,
+        attributes=attributes,
+    )
 
 
 # Takes the finished spans of one piece of work; quick and thread-safe. The second argument is the

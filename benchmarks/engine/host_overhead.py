@@ -66,7 +66,6 @@ class Engines:
         from engine.core.request import Request
         from engine.executors.uniproc import worker_of
         from engine.make_engine import make_engine
-        from engine.worker.make_runner import make_model_runner
 
         config = EngineConfig(
             device="cpu", num_threads=1, attention_backend="triton", native_kernels=False,
@@ -76,11 +75,10 @@ class Engines:
         )  # fmt: skip
         engine = make_engine(DEMO_MODEL, config)
         worker_of(engine.executor).device = self._gpu.device  # type: ignore
-        worker_of(engine.executor).runner = runner = make_model_runner(
-            worker_of(engine.executor).runner._model, engine.kv_memory.tensor,
-            engine.kv_memory.spec, config, ("triton",),
-            engine.max_model_len, with_graphs=True, samples_on_device=True,
-        )  # fmt: skip
+        memory, worker = engine.kv_memory, worker_of(engine.executor)
+        worker.runner = runner = _make_runner(
+            worker.runner._model, memory.tensor, memory.spec, config, engine.max_model_len
+        )
         runner.decode_graphs.capture(self._gpu.capture)
         self._gpu.move(runner)
         params = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
@@ -94,6 +92,21 @@ class Engines:
         while any(request.num_output_tokens < 2 for request in engine.requests.values()):
             engine.step()
         return engine
+
+
+def _make_runner(
+    model: Any, cache: Any, spec: Any, config: Any, max_model_len: int, **options: Any
+) -> Any:
+    """Make a runner with graphs of decode steps; older revisions take the model's parts."""
+    from engine.worker import make_runner
+
+    options |= {"with_graphs": True, "samples_on_device": True}
+    make: Any = make_runner.make_model_runner
+    backends = ("triton",)
+    if not hasattr(make_runner, "LoadedModel"):
+        return make(model, cache, spec, config, backends, max_model_len, **options)
+    loaded = make_runner.LoadedModel(model, spec, config, cache.device, backends)
+    return make(loaded, cache, max_model_len, **options)
 
 
 def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
@@ -153,7 +166,6 @@ class Layers:
     def __init__(self, gpu: FakeGPU, num_layers: int = SHAPE["num_layers"]) -> None:
         from baton.engine_config import EngineConfig
         from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
-        from engine.worker.make_runner import make_model_runner
         from models.config import ModelConfig
         from models.decoder import DecoderForCausalLM
 
@@ -182,10 +194,7 @@ class Layers:
         self.num_layers = num_layers
         # Older revisions, which this module also measures, lack these options.
         options_of_runner: dict[str, Any] = {"with_chunks": True} if REPLAYS_CHUNKS else {}
-        self.runner = make_model_runner(
-            model, cache, spec, options, ("triton",), 1024, with_graphs=True,
-            samples_on_device=True, **options_of_runner,
-        )  # fmt: skip
+        self.runner = _make_runner(model, cache, spec, options, 1024, **options_of_runner)
         gpu.move(self.runner)
         self._gpu = gpu
         self._request = 0
@@ -231,7 +240,7 @@ class Layers:
         step = self.prompt()
         prepared = self.runner.prepare(step, eager=True)
         chunks: Any = self.runner.chunk_graphs.graphs
-        assert chunks.takes(prepared.model)  # type: ignore[union-attr]  # eager
+        assert chunks.takes(prepared.model)
         found = self._time(step, [(self.runner, "launch")])
         self.runner.chunk_graphs.graphs = None
         return found

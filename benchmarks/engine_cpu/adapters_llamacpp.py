@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp as api
-import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.engine_cpu.adapters import rates_of
 from benchmarks.engine_cpu.gguf_checkpoints import as_gguf
+from benchmarks.engine_cpu.llamacpp_batch import decode_batch
 
 Prompts = Sequence[list[int]]
 
@@ -77,28 +77,7 @@ class Model:
         scales = (ctypes.c_float * len(chosen))(*[1.0] * len(chosen))
         failed = api.llama_set_adapters_lora(self._context, pointers, len(chosen), scales)
         assert not failed, failed
-        batch = api.llama_batch_init(sum(map(len, tokens.values())), 0, 1)
-        index, last = 0, {}
-        for request, own in tokens.items():
-            for offset, token in enumerate(own):
-                batch.token[index] = token
-                batch.pos[index] = position + offset
-                batch.n_seq_id[index] = 1
-                batch.seq_id[index][0] = request
-                batch.logits[index] = offset == len(own) - 1
-                index += 1
-            last[request] = index - 1
-        batch.n_tokens = index
-        failed = api.llama_decode(self._context, batch)
-        assert not failed, failed
-        rows = {
-            request: np.ctypeslib.as_array(
-                api.llama_get_logits_ith(self._context, place), (self._vocabulary,)
-            )
-            for request, place in last.items()
-        }
-        api.llama_batch_free(batch)
-        return {request: [int(row.argmax())] for request, row in rows.items()}
+        return decode_batch(self._context, tokens, position, self._vocabulary)
 
 
 def main() -> None:

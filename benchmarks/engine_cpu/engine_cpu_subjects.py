@@ -185,10 +185,10 @@ def openvino(folder: Path, threads: int, weights: str) -> Generate:
 def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
     """llama.cpp, built for this CPU; converts the checkpoint into a file beside it."""
     import llama_cpp as api
-    import numpy as np
 
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     from benchmarks.engine_cpu.gguf_checkpoints import as_gguf
+    from benchmarks.engine_cpu.llamacpp_batch import decode_batch
 
     path = as_gguf(folder, weights)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -209,27 +209,8 @@ def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
 
     def step(context: Any, tokens: Prompts, position: int) -> list[list[int]]:
         """Compute the requests' tokens, starting at a position; return each next token."""
-        total = sum(map(len, tokens))
-        batch = api.llama_batch_init(total, 0, 1)
-        index = 0
-        last = []
-        for request, own in enumerate(tokens):
-            for offset, token in enumerate(own):
-                batch.token[index] = token
-                batch.pos[index] = position + offset
-                batch.n_seq_id[index] = 1
-                batch.seq_id[index][0] = request
-                batch.logits[index] = offset == len(own) - 1
-                index += 1
-            last.append(index - 1)
-        batch.n_tokens = total
-        done = api.llama_decode(context, batch)
-        assert done == 0, done
-        rows = [
-            np.ctypeslib.as_array(api.llama_get_logits_ith(context, i), (vocabulary,)) for i in last
-        ]
-        api.llama_batch_free(batch)
-        return [[int(row.argmax())] for row in rows]
+        found = decode_batch(context, dict(enumerate(tokens)), position, vocabulary)
+        return [found[request] for request in range(len(tokens))]
 
     def generate(prompts: Prompts, num_tokens: int) -> object:
         context = context_of(len(prompts))

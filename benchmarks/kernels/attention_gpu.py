@@ -42,7 +42,7 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from triton import TritonError  # noqa: E402
 
 from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
-from baton_kernels.attention.base import AttentionMetadata  # noqa: E402
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions  # noqa: E402
 from benchmarks.kernels.attention_steps import attention_step  # noqa: E402
 
 Call = Callable[[], Tensor]
@@ -121,7 +121,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
     scale = cell.head_dim**-0.5
 
     def layer(kv_cache: Tensor) -> Call:
-        return lambda: backend.run(query, kv_cache, metadata, scale=scale)
+        return lambda: backend.run(query, kv_cache, metadata, AttentionOptions(scale=scale))
 
     backend.plan(metadata)
     found = layer(cache[:, 0])()

@@ -24,7 +24,12 @@ from torch.nn import functional
 
 import baton_kernels as ops
 from baton.kv.layers import LatentKV, PagedKV
-from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, as_keys_and_values
+from baton_kernels.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    as_keys_and_values,
+)
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.dispatch import native_ops
@@ -101,7 +106,9 @@ def attend(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
     """Run one layer's attention."""
-    return backend.run(query, cache[:, layer], step, scale=query.shape[-1] ** -0.5)
+    return backend.run(
+        query, cache[:, layer], step, AttentionOptions(scale=query.shape[-1] ** -0.5)
+    )
 
 
 def attend_latents(
@@ -109,7 +116,9 @@ def attend_latents(
 ) -> object:
     """Run one layer's attention over latents."""
     keys = as_keys_and_values(cache[:, layer])
-    return backend.run(query, keys, step, scale=LATENT_WIDTH**-0.5, value_dim=LATENT_RANK)
+    return backend.run(
+        query, keys, step, AttentionOptions(scale=LATENT_WIDTH**-0.5, value_dim=LATENT_RANK)
+    )
 
 
 def multiply(x: Tensor, weights: Tensor, copy: int) -> object:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
@@ -25,7 +25,13 @@ from engine.core.drafts import ALL, DraftPolicy, Drafts
 from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
-from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput, StepResult
+from engine.core.outputs import (
+    ModelRunnerOutput,
+    PromptLogprobs,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepResult,
+)
 from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
 from engine.core.waiting_room import WaitingRoom
@@ -322,8 +328,8 @@ class Scheduler:
         outputs, finished = list[RequestDelta](), list[Request]()
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
         manager, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
-        chunks, slides = output.prompt_logprobs, manager.slides
-        in_flight, has_drafts = self._num_steps_in_flight > 0, scheduled.has_drafts
+        slides, has_drafts = manager.slides, scheduled.has_drafts
+        in_flight = self._num_steps_in_flight > 0
         self._num_steps_in_flight -= in_flight
         for item in scheduled.scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
@@ -342,10 +348,8 @@ class Scheduler:
                 manager.cache_blocks(
                     request, self.drafts.cache_class(request, num_tokens, scheduled)
                 )
-            if chunks and (chunk := chunks.get(request.request_id)):
-                request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
             if start < request.num_prompt_tokens:
-                self._note_prompt_computed(request, start, num_tokens)
+                self._note_prompt_computed(request, start, num_tokens, output.prompt_logprobs)
             if slides and not request.siblings:  # siblings may still need these blocks
                 manager.free_slid_out(request)
             request_id = request.request_id
@@ -354,46 +358,43 @@ class Scheduler:
                 continue
             index = len(request.token_ids) - request.num_prompt_tokens
             of_prompt = () if index else request.take_prompt_logprobs()
-            own = logprobs.get(request_id, ()) if logprobs else ()
             if request.grammar is None and not (has_drafts and item.draft_token_ids):
                 ended = request.append(sampled[0])
             else:
-                ended = self._append_checked(item, sampled, scheduled)
-                sampled = tuple(request.token_ids[request.num_prompt_tokens + index :])
-                own = own[: len(sampled)]
+                ended, sampled = self._append_checked(item, sampled, scheduled)
             reason = None
             if ended is not None:
-                reason = ended.finish_reason
                 if ended is RequestStatus.FINISHED_ABORTED:
                     self._fail_by_grammar(request)
                     continue
                 self._finish(request, ended)
                 finished.append(request)
+                reason = ended.finish_reason
+            own = logprobs.get(request_id, ())[: len(sampled)] if logprobs else ()
             outputs.append(
                 RequestDelta(request_id, index, sampled, reason, own, of_prompt, request.epoch)
             )
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
         self.counters.output_tokens += len(outputs)
-        if output.draft_token_ids or self.drafts.kept:
-            self.drafts.keep(outputs, output.draft_token_ids)
+        self.drafts.keep(outputs, output.draft_token_ids)
         return StepResult(tuple(outputs), tuple(finished), scheduled)
 
     def _append_checked(
         self, item: ScheduledRequest, sampled: tuple[int, ...], scheduled: SchedulerOutput
-    ) -> RequestStatus | None:
+    ) -> tuple[RequestStatus | None, tuple[int, ...]]:
         """Append sampled tokens that drafts or a grammar may cut short or replace.
 
-        Returns the final status, if the output ends (see `Request.append`).
+        Returns the final status, if the output ends (see `Request.append`), and the added tokens.
         """
-        request = item.request
+        request, num_known = item.request, item.request.num_tokens
         if item.draft_token_ids:
             ended = self.drafts.append(item, sampled, scheduled)
         else:
             ended = request.append(sampled[0])
         if ended is None and request.grammar is not None and not request.grammar.has_mask:
             self.masks.begin_mask(request.grammar)
-        return ended
+        return ended, tuple(request.token_ids[num_known:])
 
     def check(self) -> None:
         """Assert the invariants; for tests and debug runs."""
@@ -576,8 +577,16 @@ class Scheduler:
         request.num_computed_tokens = 0
         self._room.put_back(request)
 
-    def _note_prompt_computed(self, request: Request, start: int, num_tokens: int) -> None:
-        """Count a prompt chunk that began at ``start``; after the last one, queue the siblings."""
+    def _note_prompt_computed(
+        self, request: Request, start: int, num_tokens: int, logprobs: Mapping[str, PromptLogprobs]
+    ) -> None:
+        """Count a prompt chunk that began at ``start``; after the last one, queue the siblings.
+
+        Args:
+            logprobs: logprobs of requests' chunks, which are kept if this request has some.
+        """
+        if logprobs and (chunk := logprobs.get(request.request_id)):
+            request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
         prompt_left = request.num_prompt_tokens - start
         num_prompt_tokens = min(prompt_left, num_tokens)
         request.num_prompt_tokens_computed += num_prompt_tokens

@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from baton.adapters.files import AdapterFiles
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
@@ -51,13 +52,17 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         """Submit a step, to run after all submitted ones."""
 
+    def check_adapter(self, files: AdapterFiles) -> None:
+        """Raise AdapterError unless an adapter fits the model; safe from any thread."""
+
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
         """Call a method of every worker between steps; return the results by rank.
 
         Raises TimeoutError if a worker has not answered within ``timeout_s``. For a worker in this
-        process, the error is raised after the call has returned.
+        process, the error is raised after the call has returned. Raises AdapterError if a worker
+        did; the others have done what they were asked.
         """
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:

@@ -26,6 +26,8 @@ from typing import Any
 import msgspec
 import torch
 
+from baton.adapters.digest import AdapterError
+from baton.adapters.files import Adapter
 from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from baton.processes.process import END_AFTER_DEATH_S, end_within
@@ -64,7 +66,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     """Call a method of the worker and answer with the result."""
 
     method: str
-    args: list[Any]
+    args: list[Adapter | str]
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
@@ -87,8 +89,18 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ENCODER = msgspec.msgpack.Encoder()
-TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call | Attach)
+def _from_path(value: object) -> str:
+    assert isinstance(value, Path), value
+    return str(value)
+
+
+def _to_path(kind: type, text: str) -> Path:
+    assert kind is Path, kind
+    return Path(text)
+
+
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_path)
+TO_RANK = msgspec.msgpack.Decoder(Start | Step | Call | Attach, dec_hook=_to_path)
 FROM_RANK = msgspec.msgpack.Decoder(Answer | Failure)
 
 
@@ -187,6 +199,8 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
 
 
 def _failure(error: Exception) -> Failure:
+    if isinstance(error, AdapterError):
+        return Failure(AdapterError.__name__, error.problem)
     name = type(error).__name__ if isinstance(error, BatonError) else "EngineDeadError"
     return Failure(name, str(error))
 

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from baton.adapters.digest import AdapterError
+from baton.adapters.files import AdapterFiles
 from baton.api import errors
 from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
@@ -96,8 +98,19 @@ class OtherRanks:
             rank.messages.send_bytes(content)
 
     def answers(self, deadline: float) -> list[Any]:
-        """Return the next answer of each rank; raise a rank's error, or TimeoutError."""
-        return [_answer(rank, deadline) for rank in self.ranks]
+        """Return the next answer of each rank; raise what a rank raised, or TimeoutError.
+
+        An AdapterError is raised once all ranks have answered, as all go on after this error.
+        """
+        values, problem = list[Any](), None
+        for rank in self.ranks:
+            try:
+                values.append(_answer(rank, deadline))
+            except AdapterError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return values
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
@@ -152,6 +165,8 @@ def _answer(rank: OtherRank, deadline: float) -> Any:
     except (EOFError, OSError) as error:
         raise EngineDeadError(f"rank {rank.rank} is gone") from error
     if isinstance(answer, Failure):
+        if answer.kind == AdapterError.__name__:
+            raise AdapterError(answer.message)
         raise getattr(errors, answer.kind, EngineDeadError)(answer.message)
     return answer.value
 
@@ -208,14 +223,27 @@ class RanksExecutor:
     ) -> list[Any]:
         deadline = time.monotonic() + (START_TIMEOUT_S if timeout_s is None else timeout_s)
         self.check_health()
-        self._others.send(Call(method, list(args)))
+        own = list[Any]()
+        problem: AdapterError | TimeoutError | None = None
+        with self._others.failing_as_one():
+            self._others.send(Call(method, list(args)))
+            try:
+                own = self._local.collective_rpc(method, args, timeout_s)
+            except (AdapterError, TimeoutError) as error:
+                problem = error
         try:
-            own = self._local.collective_rpc(method, args, timeout_s)
+            if isinstance(problem, TimeoutError):
+                raise problem
             values = self._others.answers(deadline)
         except TimeoutError as error:  # a late answer would be mistaken for the next call's
             self._others.fail(str(error))
             raise
+        if problem is not None:
+            raise problem
         return values[: self._leader] + own + values[self._leader :]
+
+    def check_adapter(self, files: AdapterFiles) -> None:
+        self._local.check_adapter(files)
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
         self.check_health()

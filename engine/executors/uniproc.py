@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+from baton.adapters.files import AdapterFiles
 from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
@@ -67,6 +68,9 @@ class UniprocExecutor:
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = self._failure or f"a step failed: {error}"
+
+    def check_adapter(self, files: AdapterFiles) -> None:
+        self.worker.check_adapter(files)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

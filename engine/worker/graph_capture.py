@@ -13,16 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from baton.engine_config import EngineConfig
 from engine.worker.chunks.chunk_graphs import ChunkGraphs, reason_against_chunks
 from engine.worker.cuda_graphs import Replays, StepGraphs, reason_against_graphs
-from engine.worker.device_choice import BackendNames
 from engine.worker.drafting.base import Drafting
-from engine.worker.kv_cache import KVCacheSpec
-from engine.worker.make_runner import make_model_runner
+from engine.worker.make_runner import LoadedModel, make_model_runner
 from engine.worker.model_runner import ModelRunner
-from models.base import CausalLM
-from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -123,27 +118,26 @@ class DeviceCapture:
 
 
 def make_captured_runner(
-    model: CausalLM,
+    loaded: LoadedModel,
     kv_cache: torch.Tensor,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    backend_names: BackendNames,
     max_model_len: int,
-    ranks: Ranks = ALONE,
     *,
     tells_tokens: bool = False,
     drafting: Drafting | None = None,
     rejects: bool = False,
 ) -> ModelRunner:
     """Make a runner with captured decode steps and prompts, if possible; log the outcome."""
-    reason_against = reason_against_graphs(config, kv_cache.device, backend_names)
-    against_chunks = reason_against_chunks(config, kv_cache.device, backend_names, ranks)
+    where = loaded.config, kv_cache.device, loaded.backends
+    reason_against = reason_against_graphs(*where)
+    against_chunks = reason_against_chunks(*where, loaded.ranks)
     runner = make_model_runner(
-        model, kv_cache, spec, config, backend_names, max_model_len,
-        with_graphs=reason_against is None, with_chunks=against_chunks is None, ranks=ranks,
+        *(loaded, kv_cache, max_model_len),
+        with_graphs=reason_against is None,
+        with_chunks=against_chunks is None,
         tells_tokens=tells_tokens,
-        drafting=drafting, rejects=rejects,
-    )  # fmt: skip
+        drafting=drafting,
+        rejects=rejects,
+    )
     if reason_against is None:
         _capture("decode steps", "requests", runner.decode_graphs, DeviceCapture())
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from baton.engine_config import EngineConfig
@@ -25,18 +27,32 @@ from models.base import CausalLM
 from models.parallel.group import ALONE, Ranks
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device, and how its runners compute.
+
+    Attributes:
+        spec: layout of the KV cache.
+        backends: names of the attention backends of the groups.
+        ranks: the ranks that share the model.
+    """
+
+    model: CausalLM
+    spec: KVCacheSpec
+    config: EngineConfig
+    device: torch.device
+    backends: BackendNames
+    ranks: Ranks = ALONE
+
+
 def make_model_runner(
-    model: CausalLM,
+    loaded: LoadedModel,
     kv_cache: Tensor,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    backend_names: BackendNames,
     max_model_len: int,
     *,
     with_graphs: bool = False,
     with_chunks: bool = False,
     samples_on_device: bool | None = None,
-    ranks: Ranks = ALONE,
     tells_tokens: bool = False,
     drafting: Drafting | None = None,
     rejects: bool = False,
@@ -48,11 +64,12 @@ def make_model_runner(
         with_chunks: make inputs for graphs of steps with prompts.
         samples_on_device: whether to sample on the device; None: on a GPU with Triton only.
     """
-    device = kv_cache.device
+    spec, config, device = loaded.spec, loaded.config, kv_cache.device
     max_blocks = -(-(max_model_len + config.num_lookahead_drafts) // spec.block_size) + 1
     most = min(config.max_decode_rows, config.cuda_graph_max_batch)
     context = GraphContext(
-        model, make_backends(backend_names), spec.layer_groups, spec.layer_caches(kv_cache)
+        *(loaded.model, make_backends(loaded.backends)),
+        *(spec.layer_groups, spec.layer_caches(kv_cache)),
     )
     graph_inputs, decode_graphs = None, Replays[StepGraphs]()
     if with_graphs:
@@ -92,7 +109,7 @@ def make_model_runner(
             graph_inputs=graph_inputs,
         ),
         StepSampler(samples_on_device, rejects),
-        ranks=ranks,
+        ranks=loaded.ranks,
         tells_tokens=tells_tokens,
         drafting=drafting,
     )

@@ -13,19 +13,17 @@ import torch
 from torch import nn
 
 from baton.api.errors import ConfigError
-from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB, EngineConfig
+from baton.engine_config import DEFAULT_MEMORY_UTILIZATION, GIB
 from engine.core.step_plan import StepPlan
 from engine.worker.chunks.chunk_graphs import reason_against_chunks
 from engine.worker.cuda_graphs import reason_against_graphs
-from engine.worker.device_choice import BackendNames
 from engine.worker.graph_capture import measure_graph_bytes
 from engine.worker.host.host_memory import peak_growth, read_host_memory
-from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
-from engine.worker.make_runner import make_model_runner
+from engine.worker.kv_cache import allocate_kv_cache
+from engine.worker.make_runner import LoadedModel, make_model_runner
 from engine.worker.model_runner import ModelRunner
 from engine.worker.warm_up import compute_dummies, largest_step, too_large
-from models.base import CausalLM
-from models.parallel.group import ALONE, Ranks
+from models.parallel.group import ALONE
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +80,7 @@ class MemoryProfile:
         )
 
 
-def measure_kv_cache_bytes(
-    model: CausalLM,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    device: torch.device,
-    backend_names: BackendNames,
-    ranks: Ranks = ALONE,
-) -> int:
+def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     """Return the size of the KV cache, and log its reasons in one line.
 
     Computes a dummy of the largest step, but not on a CPU with plenty of memory: the step would
@@ -97,13 +88,14 @@ def measure_kv_cache_bytes(
 
     Raises ConfigError if two blocks, or on a GPU the largest step, do not fit.
     """
-    utilization = config.memory_utilization
+    model, spec, config, device = loaded.model, loaded.spec, loaded.config, loaded.device
+    everyone, utilization = loaded.ranks.everyone, config.memory_utilization
     total, used = _total_and_used(device)
     if device.type == "cpu":
         # A file's mapped pages count as free memory, but every step reads them.
         used += model.mapped_bytes
         # All ranks use the same CPU memory.
-        used += (total - used) * (ranks.everyone.size - 1) // ranks.everyone.size
+        used += (total - used) * (everyone.size - 1) // everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
         total=total,
@@ -111,23 +103,23 @@ def measure_kv_cache_bytes(
         weights=sum(weight.numel() * weight.itemsize for weight in model.parameters()),
         activations=0,
         utilization=DEFAULT_MEMORY_UTILIZATION if utilization is None else utilization,
-        largest_cache=_largest_cpu_cache(model, spec, config)
+        largest_cache=_largest_cpu_cache(loaded)
         if device.type == "cpu" and utilization is None
         else total,
     )
-    if device.type == "cpu" and ranks.everyone.size == 1 and profile.has_plenty:
+    if device.type == "cpu" and everyone.size == 1 and profile.has_plenty:
         logger.info("memory of %s: %s; activations are not measured", device, profile)
         return profile.kv_cache_bytes
     # No request is longer than the largest possible cache.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
-    if ranks.everyone.size > 1:  # all ranks must compute the same step
-        num_tokens = int(ranks.everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
+    if everyone.size > 1:  # all ranks must compute the same step
+        num_tokens = int(everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
         step = largest_step(config, longest, spec)
         try:
-            activations = _measure_peak(model, spec, config, device, backend_names, step, ranks)
-            graphs = _measure_graphs(model, spec, config, device, backend_names, longest, ranks)
+            activations = _measure_peak(loaded, step)
+            graphs = _measure_graphs(loaded, longest)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
         # On a GPU, libraries keep memory from the first step on. On a CPU, memory that the
@@ -144,19 +136,12 @@ def measure_kv_cache_bytes(
     return profile.kv_cache_bytes
 
 
-def _measure_peak(
-    model: CausalLM,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    device: torch.device,
-    backend_names: BackendNames,
-    step: StepPlan,
-    ranks: Ranks,
-) -> int:
+def _measure_peak(loaded: LoadedModel, step: StepPlan) -> int:
     """Return the bytes that computing ``step`` takes beyond allocated memory."""
+    device = loaded.device
 
     def compute() -> None:
-        compute_dummies(model, spec, config, device, backend_names, [step], ranks)
+        compute_dummies(loaded, [step])
 
     if device.type == "cpu":
         return peak_growth(compute)
@@ -167,27 +152,22 @@ def _measure_peak(
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _measure_graphs(
-    model: CausalLM,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    device: torch.device,
-    backend_names: BackendNames,
-    longest: int,
-    ranks: Ranks,
-) -> int:
+def _measure_graphs(loaded: LoadedModel, longest: int) -> int:
     """Return the bytes of graphs for requests of up to ``longest`` tokens."""
-    with_graphs = reason_against_graphs(config, device, backend_names) is None
-    with_chunks = reason_against_chunks(config, device, backend_names, ranks) is None
+    where = loaded.config, loaded.device, loaded.backends
+    with_graphs = reason_against_graphs(*where) is None
+    with_chunks = reason_against_chunks(*where, loaded.ranks) is None
     if not with_graphs and not with_chunks:
         return 0
 
     def make_runner() -> ModelRunner:
-        kv_cache = allocate_kv_cache(spec, 1, device)
         return make_model_runner(
-            model, kv_cache, spec, config, backend_names, longest,
-            with_graphs=with_graphs, with_chunks=with_chunks,
-        )  # fmt: skip
+            replace(loaded, ranks=ALONE),
+            allocate_kv_cache(loaded.spec, 1, loaded.device),
+            longest,
+            with_graphs=with_graphs,
+            with_chunks=with_chunks,
+        )
 
     return measure_graph_bytes(make_runner)
 
@@ -202,10 +182,11 @@ def _total_and_used(device: torch.device) -> tuple[int, int]:
     return total, total - free
 
 
-def _largest_cpu_cache(model: CausalLM, spec: KVCacheSpec, config: EngineConfig) -> int:
+def _largest_cpu_cache(loaded: LoadedModel) -> int:
     """Return a CPU cache's default limit: room for a full batch of longest requests."""
-    blocks_each = -(-model.config.max_model_len // spec.block_size)
-    num_blocks = config.max_num_requests * blocks_each * spec.num_groups + spec.num_null_blocks
+    spec, num_requests = loaded.spec, loaded.config.max_num_requests
+    blocks_each = -(-loaded.model.config.max_model_len // spec.block_size)
+    num_blocks = num_requests * blocks_each * spec.num_groups + spec.num_null_blocks
     return min(num_blocks * spec.block_bytes, MAX_CPU_CACHE_BYTES)
 
 

@@ -17,7 +17,6 @@ from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, StagedStep
-from models.base import spans_of_rows
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
@@ -135,7 +134,7 @@ class ModelRunner:
         last, spans = hidden_states, inputs.adapters
         if prepared.has_prompts:
             last = hidden_states[inputs.last_token_rows]
-            spans = spans_of_rows(spans, inputs.last_token_rows.tolist()) if spans else ()
+            spans = inputs.adapters_of(inputs.last_token_rows.tolist()) if spans else ()
         logits = self._model.compute_logits(last, spans)
         if not self._ranks.leads:
             return self._launched(prepared, None, prompt_logprobs, started_at)
@@ -156,8 +155,7 @@ class ModelRunner:
 
     def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
         """Return the logits of some of the step's tokens, `[n, vocab_size]`."""
-        spans = spans_of_rows(inputs.adapters, rows)
-        return self._model.compute_logits(hidden[rows.start : rows.stop], spans)
+        return self._model.compute_logits(hidden[rows.start : rows.stop], inputs.adapters_of(rows))
 
     def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
         """Make drafts after a launched step, waiting for the step; do nothing without a drafter.

@@ -19,11 +19,8 @@ from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, NewBlocks, NewRow, StepPlan
-from engine.worker.device_choice import BackendNames
 from engine.worker.kv_cache import KVCacheSpec, allocate_kv_cache
-from engine.worker.make_runner import make_model_runner
-from models.base import CausalLM
-from models.parallel.group import ALONE, Ranks
+from engine.worker.make_runner import LoadedModel, make_model_runner
 
 logger = logging.getLogger(__name__)
 
@@ -34,36 +31,21 @@ _CHECKED_PROMPTS = 4  # several, because a model may compute NaN for an odd toke
 _PROMPT_TOKENS = 2  # length of a dummy prompt; one token would make a decode step
 
 
-def warm_up(
-    model: CausalLM,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    device: torch.device,
-    backend_names: BackendNames,
-    max_model_len: int,
-) -> None:
+def warm_up(loaded: LoadedModel, max_model_len: int) -> None:
     """Compute the largest step, and small steps for which a GPU compiles other kernels.
 
     Raises ConfigError if the largest step does not fit.
     """
-    started = time.monotonic()
+    started, config, spec = time.monotonic(), loaded.config, loaded.spec
     steps = [largest_step(config, max_model_len, spec), *small_steps(config, spec)]
     try:
-        compute_dummies(model, spec, config, device, backend_names, steps)
+        compute_dummies(loaded, steps)
     except torch.OutOfMemoryError as error:
-        raise too_large(max_model_len, str(device)) from error
+        raise too_large(max_model_len, str(loaded.device)) from error
     logger.info("warmed up in %.1f s", time.monotonic() - started)
 
 
-def compute_dummies(
-    model: CausalLM,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    device: torch.device,
-    backend_names: BackendNames,
-    steps: Iterable[StepPlan],
-    ranks: Ranks = ALONE,
-) -> list[ModelRunnerOutput]:
+def compute_dummies(loaded: LoadedModel, steps: Iterable[StepPlan]) -> list[ModelRunnerOutput]:
     """Compute steps on a temporary cache; return their outputs."""
     steps = list(steps)
     longest = max(
@@ -71,27 +53,20 @@ def compute_dummies(
         for step in steps
         for start, num_tokens in zip(step.shares[1::SHARE], step.shares[2::SHARE], strict=True)
     )
-    kv_cache = allocate_kv_cache(spec, 1, device)
-    runner = make_model_runner(model, kv_cache, spec, config, backend_names, longest, ranks=ranks)
+    runner = make_model_runner(loaded, allocate_kv_cache(loaded.spec, 1, loaded.device), longest)
     return [runner.execute(step) for step in steps]
 
 
-def check_numbers(
-    model: CausalLM,
-    spec: KVCacheSpec,
-    config: EngineConfig,
-    device: torch.device,
-    backend_names: BackendNames,
-) -> None:
+def check_numbers(loaded: LoadedModel) -> None:
     """Raise ModelLoadError if the logits after several short prompts are all NaN or infinite.
 
     Otherwise a node whose weights are all NaN would join and answer every request with an error.
     """
-    vocab_size = model.config.vocab_size
+    vocab_size, config = loaded.model.config.vocab_size, loaded.config
     num_prompts = min(_CHECKED_PROMPTS, config.max_num_requests, config.max_num_batched_tokens)
     token_ids = [vocab_size * index // num_prompts for index in range(num_prompts)]
-    step = replace(_plan([(1, 1)] * num_prompts, _MOST_PROBABLE, spec), token_ids=token_ids)
-    [output] = compute_dummies(model, spec, config, device, backend_names, [step])
+    step = replace(_plan([(1, 1)] * num_prompts, _MOST_PROBABLE, loaded.spec), token_ids=token_ids)
+    [output] = compute_dummies(loaded, [step])
     if len(output.without_numbers) == num_prompts:
         raise ModelLoadError(
             "model: its logits are not numbers: the weights are damaged, or too large for dtype"

@@ -20,7 +20,6 @@ from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
-    BackendNames,
     check_batch_invariant,
     choose_backends,
     choose_device,
@@ -56,6 +55,7 @@ from engine.worker.kv_cache import (
     dtype_name,
     kv_cache_spec,
 )
+from engine.worker.make_runner import LoadedModel
 from engine.worker.memory_profile import measure_kv_cache_bytes
 from engine.worker.model_runner import AnyPreparedStep, ModelRunner
 from engine.worker.warm_up import check_numbers, warm_up
@@ -121,7 +121,7 @@ class Worker:
         if device.type == "cpu":
             keep_freed_memory()
         self.model_config = model.config
-        self._adapters = _make_adapter_slots(config, model, self.dtype, device)
+        self._adapters = self._make_adapter_slots(model, ranks)
         self.linear_weights = describe_weights(config.weights, packer, model)
         drafter = load_drafter(config, model_folder, model, self.dtype, device)
         config = fit_num_drafts(config, drafter)
@@ -132,22 +132,19 @@ class Worker:
         if spec.state_groups and config.max_num_drafts:
             raise ConfigError("speculative_method: models with states support no drafts; use none")
         backends = choose_backends(spec, config, device, model.config)
-        num_blocks = choose_num_blocks(
-            spec,
-            config,
-            lambda: measure_kv_cache_bytes(model, spec, config, device, backends, ranks),
-        )
+        loaded = LoadedModel(model, spec, config, device, backends, ranks)
+        num_blocks = choose_num_blocks(spec, config, lambda: measure_kv_cache_bytes(loaded))
         if ranks.everyone.size > 1:  # the smallest number of any rank
             rooms = ranks.everyone.all_gather(torch.tensor([num_blocks], device=device))
             num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
         if device.type == "cuda":
-            warm_up(model, spec, config, device, backends, self.max_model_len)
+            warm_up(replace(loaded, ranks=ALONE), self.max_model_len)
         if ranks.everyone.size == 1:
-            check_numbers(model, spec, config, device, backends)
+            check_numbers(loaded)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self._pages_ahead = PagesAhead(self.kv_memory.tensor)
-        self.runner = self._make_runner(model, drafter, backends, ranks)
+        self.runner = self._make_runner(loaded, drafter)
         self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None
 
     def _kv_cache_spec(
@@ -167,15 +164,13 @@ class Worker:
             by_heads=config.kv_layout == "heads",
         )
 
-    def _make_runner(
-        self, model: CausalLM, drafter: AnyDrafter | None, backends: BackendNames, ranks: Ranks
-    ) -> ModelRunner:
-        config, memory = self.config, self.kv_memory
-        rejects = config.draft_acceptance == "rejection"
-        if getattr(drafter, "state_layers", ()):
-            config = replace(config, cuda_graphs=False)  # graphs keep no states between layers
+    def _make_runner(self, loaded: LoadedModel, drafter: AnyDrafter | None) -> ModelRunner:
+        memory, rejects = self.kv_memory, self.config.draft_acceptance == "rejection"
+        if getattr(drafter, "state_layers", ()):  # graphs keep no states between layers
+            loaded = replace(loaded, config=replace(loaded.config, cuda_graphs=False))
+        model, backends = loaded.model, loaded.backends
         return make_captured_runner(
-            *(model, memory.tensor, memory.spec, config, backends, self.max_model_len, ranks),
+            *(loaded, memory.tensor, self.max_model_len),
             tells_tokens=self.runs_ahead,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
@@ -183,13 +178,27 @@ class Worker:
             rejects=rejects,
         )
 
+    def _make_adapter_slots(self, model: CausalLM, ranks: Ranks) -> AdapterSlots | None:
+        """Make room for adapters beside a loaded model; None if there are to be none.
+
+        Raises ConfigError on a GPU, where adapters are not computed.
+        """
+        if not self.config.max_adapters:
+            return None
+        if self.device.type != "cpu":
+            problem = f"adapters are computed on a CPU, and the device is {self.device}"
+            raise ConfigError(f"max_adapters: {problem}")
+        assert isinstance(model, DecoderForCausalLM)
+        model.adapted = slots = AdapterSlots(model, self.dtype, ranks)
+        return slots
+
     def check_adapter(self, files: AdapterFiles) -> None:
         """Raise AdapterError unless an adapter fits the model; safe from any thread."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.check(files)
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """Load an adapter between steps; return its size in bytes; raises AdapterError."""
+        """Load an adapter between steps; return its size in bytes; see `AdapterSlots.load`."""
         assert self._adapters is not None, "max_adapters is 0"
         return self._adapters.load(adapter)
 
@@ -235,23 +244,6 @@ class Worker:
         if self._lent_cores is not None:
             self._lent_cores.close()
             self._lent_cores = None
-
-
-def _make_adapter_slots(
-    config: EngineConfig, model: CausalLM, dtype: torch.dtype, device: torch.device
-) -> AdapterSlots | None:
-    """Make room for adapters beside a loaded model; None if there are to be none.
-
-    Raises ConfigError on a GPU, where adapters are not computed.
-    """
-    if not config.max_adapters:
-        return None
-    if device.type != "cpu":
-        problem = f"adapters are computed on a CPU, and the device is {device}"
-        raise ConfigError(f"max_adapters: {problem}")
-    assert isinstance(model, DecoderForCausalLM)
-    model.adapted = slots = AdapterSlots(model, dtype)
-    return slots
 
 
 def _weights_cache(config: EngineConfig) -> WeightsCache:

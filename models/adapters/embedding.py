@@ -24,7 +24,7 @@ class EmbeddingLowRank:
     """An adapter's part of an embedding.
 
     Attributes:
-        table: ``[vocab_size, rank]``.
+        table: ``[vocab_size, rank]``; with several ranks, of a rank's share of the vocabulary.
         b: ``[hidden_size, rank]``.
     """
 
@@ -70,7 +70,8 @@ class AdaptedEmbedding(nn.Module):
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> EmbeddingLowRank:
         """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
-        ((factors, _),) = pieces
-        refuse_large(files, factors, dtype, factors.a, factors.b)
-        table = factors.a.t().to(dtype).contiguous()
+        (piece,) = pieces
+        factors, down = piece.factors, piece.down
+        refuse_large(files, factors, dtype, down, factors.b)
+        table = down.t().to(dtype).contiguous()
         return EmbeddingLowRank(table, pack_matrix(factors.b, dtype, width))

@@ -21,7 +21,7 @@ import baton_kernels as ops
 from baton.adapters.digest import AdapterDigest
 from baton.adapters.modules import AdapterFiles
 from baton_kernels import PackedWeight
-from models.adapters.low_rank import Piece, make_low_rank, plain_product
+from models.adapters.low_rank import Piece, make_low_rank, plain_product, row_squares
 from models.adapters.step import StepSpans
 from models.adapters.targets import TargetPart
 from models.layers.linear import PackedLinear
@@ -97,16 +97,21 @@ class AdaptedExperts:
     ) -> ExpertsLowRank:
         """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
         found: dict[tuple[str, int], list[Piece]] = defaultdict(list)
-        for factors, parts in pieces:
-            name, expert = parts[0].path.rpartition(".")[2], parts[0].expert
-            assert expert is not None
-            found[name, expert].append((factors, [self._placed(part, name) for part in parts]))
+        for piece in pieces:
+            key = _key(piece.parts[0])
+            placed = [self._placed(part, key[0]) for part in piece.parts]
+            found[key].append(replace(piece, parts=placed))
         return ExpertsLowRank(
             {
                 key: make_low_rank(self._layer(*key), files, of_layer, dtype, width)
                 for key, of_layer in found.items()
             }
         )
+
+    def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
+        """Return the squares of the norms of a part's adapted rows; see ``row_squares``."""
+        name, expert = _key(part)
+        return row_squares(self._layer(name, expert), self._placed(part, name).rows, up, down)
 
     def _adapted(
         self,
@@ -177,6 +182,12 @@ class AdaptedExperts:
         """Count the rows of an expert's half or output, with the padding of packed weights."""
         every, size = self._moe.get_submodule(name), self._size(name)
         return every.packed.in_whole_panels(size) if isinstance(every, PackedLinear) else size
+
+
+def _key(part: TargetPart) -> tuple[str, int]:
+    """Return the layer and the expert of a part."""
+    assert part.expert is not None
+    return part.path.rpartition(".")[2], part.expert
 
 
 def _rows_of(weight: PackedWeight, first: int, num_rows: int) -> PackedWeight:

@@ -24,6 +24,7 @@ from baton.adapters.modules import AdapterFiles
 from baton_kernels import PackedWeight
 from models.adapters.low_rank import Piece, gains_of, pack_matrix, refuse_large
 from models.adapters.step import StepSpans
+from models.adapters.targets import TargetPart
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.recipe import LatentSpec
 
@@ -110,19 +111,18 @@ class AdaptedLatents(nn.Module):
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> LatentLowRank:
         """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
-        ((factors, (part,)),) = pieces
-        spec = self._spec
-        sizes = (spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
-        up, nope = factors.b, spec.qk_nope_head_dim
+        (piece,) = pieces
+        factors, ((part, up, norms),) = piece.factors, piece.rows()
+        spec, nope = self._spec, self._spec.qk_nope_head_dim
+        sizes = (-1, nope + spec.v_head_dim)  # of the heads that this rank has
         gains: tuple[Tensor, Tensor] | None = None
-        if factors.magnitude is not None:
-            norms = (_weight(self.layer, spec) + up @ factors.a).norm(dim=1)
+        if norms is not None:
             every = gains_of(files, factors, norms, part)
             up = up * every.unsqueeze(1)
             by_head = every.to(dtype).view(sizes)
             gains = by_head[:, :nope], by_head[:, nope:]
         refuse_large(files, factors, dtype, factors.a, up)
-        heads = up.view(*sizes, -1)  # [num_heads, key_dim + value_dim, rank]
+        heads = up.view(*sizes, len(factors.a))  # [num_heads, key_dim + value_dim, rank]
         keys, values = heads[:, :nope].transpose(1, 2), heads[:, nope:]
         return LatentLowRank(
             down=pack_matrix(factors.a, dtype, width),
@@ -132,19 +132,22 @@ class AdaptedLatents(nn.Module):
             gains=gains,
         )
 
+    def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
+        """Return the squares of the norms of a part's adapted rows; see ``row_squares``."""
+        return (_weight(self.layer, self._spec, len(up)) + up @ down).square().sum(dim=1)
+
 
 def _padded(heads: Tensor, width: int) -> Tensor:
     """Pad each head's outputs to whole panels: ``[num_heads, outputs, inputs]`` -> one matrix."""
     return functional.pad(heads, (0, 0, 0, -heads.shape[1] % width)).flatten(0, 1).contiguous()
 
 
-def _weight(layer: nn.Module, spec: LatentSpec) -> Tensor:
+def _weight(layer: nn.Module, spec: LatentSpec, num_rows: int) -> Tensor:
     """Return the base model's matrix, ``[num_heads * (key_dim + value_dim), latent]`` float32."""
     if isinstance(layer, LatentProjection):
         return layer.weight.detach().float()
     assert isinstance(layer, PackedLatentProjection)
-    keys, values = (
-        one.unpacked().view(spec.num_heads, -1, one.in_features) for one in layer.packed
-    )
+    num_heads = num_rows // (spec.qk_nope_head_dim + spec.v_head_dim)
+    keys, values = (one.unpacked().view(num_heads, -1, one.in_features) for one in layer.packed)
     keys = keys[:, : spec.kv_lora_rank].transpose(1, 2)
     return torch.cat([keys, values[:, : spec.v_head_dim]], dim=1).flatten(0, 1)

@@ -4,12 +4,17 @@ A joined layer has a part for each of its projections that the adapter adapts; s
 
 With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight has a norm of its own. That
 scales the layer's own product, too; the rows' factors are computed once, from the base weight.
+
+Ranks divide A and B as they divide the base weight: B's rows like the rows, A's columns like the
+columns. Ranks with some columns of a row add up the squares of the row's norm.
+
 Refuses to know: files, which rows of a step belong to which request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +30,39 @@ from models.layers.linear import GatedLinear, PackedLinear
 _ROWS = 1024  # rows of a base weight that are unpacked at a time
 
 
-# What one module of an adapter adds to a layer: its factors, and which rows they are.
-Piece = tuple[Factors, Sequence[TargetPart]]
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """The addition of one module of an adapter to a layer, as a rank has it.
+
+    Attributes:
+        factors: the module's matrices, in the checkpoint's order.
+        parts: the rows that the module changes; all have the same columns.
+        norms: norms of the adapted weight's rows, those of all parts; None: there is no DoRA.
+    """
+
+    factors: Factors
+    parts: Sequence[TargetPart]
+    norms: Tensor | None = None
+
+    @property
+    def down(self) -> Tensor:
+        """Return A's columns for the rank's inputs, ``[rank, inputs]``."""
+        columns = self.parts[0].columns
+        return self.factors.a if columns is None else self.factors.a[:, columns]
+
+    @property
+    def is_summed(self) -> bool:
+        """Return whether several ranks have columns of the same rows."""
+        return self.parts[0].columns is not None
+
+    def rows(self) -> Iterator[tuple[TargetPart, Tensor, Tensor | None]]:
+        """Yield each part with its rows of B, ``[n, rank]``, and their norms, ``[n]``."""
+        first = 0
+        for part in self.parts:
+            up = part.of(self.factors.b)
+            norms = None if self.norms is None else self.norms[first : first + len(up)]
+            yield part, up, norms
+            first += len(up)
 
 
 def make_low_rank(
@@ -39,9 +75,9 @@ def make_low_rank(
     """Pack an adapter's part of one layer.
 
     Args:
-        layer: the base model's layer, whose weight DoRA needs.
+        layer: the base model's layer, whose bias DoRA needs.
         files: the adapter's files, for error messages.
-        pieces: what the adapter's modules add to the layer.
+        pieces: what the adapter's modules add to the layer, with norms for DoRA.
         dtype: type that the model computes in.
         width: outputs of a panel.
 
@@ -49,20 +85,20 @@ def make_low_rank(
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
     """
     num_outputs = _num_outputs(layer)
-    down = torch.cat([one.a for one, _ in pieces])  # [sum of ranks, in]
+    down = torch.cat([piece.down for piece in pieces])  # [sum of ranks, in]
     made: list[ops.LowRankPart] = []
     first_rank = 0
-    for factors, parts in pieces:
-        for part in parts:
-            up = part.of(factors.b)
+    for piece in pieces:
+        factors = piece.factors
+        for part, up, norms in piece.rows():
             gains: Tensor | None = None
             shifts: Tensor | None = None
-            if factors.magnitude is not None:
-                gains = gains_of(files, factors, _row_norms(layer, part.rows, up, factors.a), part)
+            if norms is not None:
+                gains = gains_of(files, factors, norms, part)
                 up = up * gains.unsqueeze(1)
                 bias = _bias(layer)
                 shifts = None if bias is None else bias[part.rows] * (1 - gains)
-            refuse_large(files, factors, dtype, factors.a, up)
+            refuse_large(files, factors, dtype, piece.down, up)
             first_column = part.rows.indices(num_outputs)[0]
             packed = pack_matrix(up, dtype, width)
             made.append(ops.LowRankPart(first_rank, first_column, packed, gains, shifts))
@@ -120,19 +156,20 @@ def _bias(layer: nn.Module) -> Tensor | None:
     return None if bias is None else bias.detach().float()
 
 
-def _row_norms(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tensor:
-    """Return the norm of each row of an adapted weight, ``[n]``.
+def row_squares(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tensor:
+    """Return the square of the norm of each row of an adapted weight, ``[n]``.
 
     Args:
+        layer: the base model's layer.
         rows: rows of the layer's weight, n of them.
         up: ``[n, rank]``, with the scale.
         down: ``[rank, in_features]``.
     """
-    norms = [
-        (weight + up[first : first + len(weight)] @ down).norm(dim=1)
+    squares = [
+        (weight + up[first : first + len(weight)] @ down).square().sum(dim=1)
         for first, weight in _weight_rows(layer, rows)
     ]
-    return torch.cat(norms)
+    return torch.cat(squares)
 
 
 def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:

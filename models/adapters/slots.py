@@ -7,6 +7,9 @@ output:
 
     step    | base .......... | adapter 1 ... | adapter 2 .. |      out[rows] += low_rank(x[rows])
 
+Ranks divide the products as they divide the layers, so the sums of the base model's results are
+also sums of the adapters' results.
+
 Refuses to know: names of adapters, requests, files.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +36,16 @@ from models.adapters.low_rank import (
     activation_of,
     make_low_rank,
     plain_product,
+    row_squares,
 )
 from models.adapters.step import StepSpans
-from models.adapters.targets import EMBEDDING, HEAD, Targets
+from models.adapters.targets import EMBEDDING, HEAD, TargetPart, Targets
 from models.base import AdapterSpan, ForwardContext
 from models.cpu.decode_tapes import DecodeTapes
 from models.decoder import Decoder, DecoderForCausalLM
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.layers.moe import SparseMoe
+from models.parallel.group import ALONE, Ranks
 from models.recipe import LatentSpec
 
 _WIDTH = 16  # width of panels, if no kernel wants another
@@ -81,6 +87,10 @@ class AdaptedLinear(nn.Module):
         """Pack an adapter's part; raises AdapterError, see ``make_low_rank``."""
         return make_low_rank(self.layer, files, pieces, dtype, width)
 
+    def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
+        """Return the squares of the norms of a part's adapted rows; see ``row_squares``."""
+        return row_squares(self.layer, part.rows, up, down)
+
 
 # A place in a model beside which adapters compute.
 _Site = AdaptedLinear | AdaptedEmbedding | AdaptedExperts | AdaptedLatents
@@ -92,14 +102,18 @@ class AdapterSlots:
     Args:
         model: the loaded model, which must not change any more.
         dtype: type that the model computes in.
+        ranks: ranks that share the model. Each loads the same adapters at the same time.
     """
 
-    def __init__(self, model: DecoderForCausalLM, dtype: torch.dtype) -> None:
+    def __init__(self, model: DecoderForCausalLM, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
         self._decoder, self._config, self._dtype = model.model, model.config, dtype
-        self._targets = Targets.of(model.config)
+        self._targets, self._group = Targets.of(model.config, ranks), ranks.group
         self._step, self._logits_step = StepSpans(), StepSpans()
-        self._head = AdaptedLinear(_head_of(model), self._logits_step)
-        self._sites: dict[str, _Site] = {HEAD: self._head}
+        self._head: AdaptedLinear | None = None  # the last stage has one
+        self._sites: dict[str, _Site] = {}
+        if ranks.is_last_stage:
+            self._head = AdaptedLinear(_head_of(model), self._logits_step)
+            self._sites[HEAD] = self._head
         self._loaded: set[AdapterDigest] = set()
         paths = {part.path for target in self._targets.by_name.values() for part in target.parts}
         mixtures: dict[str, AdaptedExperts] = {}
@@ -141,12 +155,14 @@ class AdapterSlots:
         """Pack an adapter beside the model's layers; return its size in bytes.
 
         Raises:
-            AdapterError: it does not fit the model; nothing is kept of it then.
+            AdapterError: it does not fit the model; nothing is kept of it then. Another rank may
+                have loaded it.
         """
         self.check(adapter.files)
+        found = self._with_norms(self._pieces(adapter))
         made = [
             (site, site.make(adapter.files, pieces, self._dtype, _width()))
-            for site, pieces in self._pieces(adapter).items()
+            for site, pieces in found.items()
         ]
         for site, part in made:
             site.loaded[adapter.digest] = part  # type: ignore[assignment]  # by the same site
@@ -173,6 +189,7 @@ class AdapterSlots:
 
     def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
         """Return the output head's results for ``[n, hidden_size]``, of which rows are adapted."""
+        assert self._head is not None, "the last stage has the head"
         self._logits_step.spans = spans
         logits: Tensor = self._head(hidden)
         return logits
@@ -182,12 +199,38 @@ class AdapterSlots:
         found: dict[_Site, list[Piece]] = defaultdict(list)
         for name, module in adapter.files.modules.items():
             parts = self._targets.by_name[name].parts
+            if not parts:  # another stage has the layer
+                continue
             for expert, factors in enumerate(read_factors(adapter, module, self._config)):
                 own = [one for one in parts if module.num_experts is None or one.expert == expert]
                 for path in {part.path: None for part in own}:
                     of_path = [part for part in own if part.path == path]
-                    found[self._sites[path]].append((factors, of_path))
+                    found[self._sites[path]].append(Piece(factors, of_path))
         return found
+
+    def _with_norms(self, found: Mapping[_Site, list[Piece]]) -> dict[_Site, list[Piece]]:
+        """Add the norms of adapted rows where DoRA needs them.
+
+        The ranks of a stage add up the squares of all rows of which each has some columns, in one
+        sum. No rank can fail before this sum, so no rank waits in vain.
+        """
+        squares = {
+            piece: torch.cat([site.squares(part, up, piece.down) for part, up, _ in piece.rows()])
+            for site, pieces in found.items()
+            if not isinstance(site, AdaptedEmbedding)
+            for piece in pieces
+            if piece.factors.magnitude is not None
+        }
+        summed = [piece for piece in squares if piece.is_summed]
+        if summed:
+            every = self._group.all_reduce(torch.cat([squares[piece] for piece in summed]))
+            sizes = [len(squares[piece]) for piece in summed]
+            squares.update(zip(summed, torch.split(every, sizes), strict=True))
+
+        def with_norms(piece: Piece) -> Piece:
+            return replace(piece, norms=squares[piece].sqrt()) if piece in squares else piece
+
+        return {site: [with_norms(piece) for piece in pieces] for site, pieces in found.items()}
 
     def _forget_tapes(self) -> None:
         native = native_ops()
@@ -218,7 +261,8 @@ def _head_of(model: DecoderForCausalLM) -> nn.Module:
         return model.lm_head
     embedding = model.model.embed_tokens
     assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
-    head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
+    num_tokens = len(embedding.weight)  # with several ranks, a share of the vocabulary
+    head = nn.Linear(embedding.embedding_dim, num_tokens, bias=False, device="meta")
     head.weight = embedding.weight
     return head
 

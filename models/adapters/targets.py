@@ -11,6 +11,8 @@ Layers of experts have several names. ``*`` stands for all experts, whose layers
     mlp.experts.gate_up_proj    all experts' gates and ups (transformers)
     mlp.experts.*.gate_proj     all experts' gates (GGUF)
 
+Ranks divide layers, so a rank has some rows or columns of a layer, or nothing of it.
+
 Refuses to know: an adapter's numbers, how products are computed.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.layers.linear import ExpertsLinear, JoinedLinear
 from models.loading.loader import on_meta_device
+from models.parallel.group import ALONE, Ranks
+from models.parallel.shards import Kept, Rank
 from models.recipe import ExpertsSpec
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -40,19 +44,22 @@ _GATE = re.compile(r"\.mlp\.gate$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetPart:
-    """Some rows of a layer.
+    """Some rows of a layer, as a rank has them.
 
     Attributes:
         path: the layer's path in the model.
         rows: rows of the layer's output; of experts' layers, rows of one expert's output.
-        order: the checkpoint's row of each of these rows, int64; None: they are the same.
+        order: the checkpoint's row of each of these rows; None: they are the same.
         expert: the expert whose layer this is; None: another layer.
+        columns: inputs that the rank reads; of an embedding, its share of the vocabulary. None: all
+            of them.
     """
 
     path: str
     rows: slice
-    order: Tensor | None = None
+    order: slice | Tensor | None = None
     expert: int | None = None
+    columns: slice | None = None
 
     def of(self, stored: Tensor) -> Tensor:
         """Return these rows of a tensor in the checkpoint's order, ``[num_outputs, ...]``."""
@@ -66,7 +73,8 @@ class Target:
     Attributes:
         num_inputs: inputs; of an embedding, the vocabulary.
         num_outputs: outputs; of stacked layers, of one expert's.
-        parts: where its outputs are in the model; they may be in two places.
+        parts: where its outputs are in the model; they may be in two places. Empty if they are on
+            other ranks.
         num_experts: experts whose layers are stacked; None: one layer.
         is_embedding: whether it is an embedding.
     """
@@ -91,25 +99,20 @@ class Targets:
     by_name: Mapping[str, Target]
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Targets:
-        """List the layers of a model with this configuration; needs no weights."""
-        with on_meta_device():
-            model = DecoderForCausalLM(config)
-        found: dict[str, Target] = {}
-        for path, module in model.named_modules():
-            if isinstance(module, ExpertsLinear):
-                named = _experts(model, path, module)
-            elif isinstance(module, nn.Linear):
-                named = _linears(model, path, module)
-            else:
-                continue
-            for name, target in named:
-                before = found[name].parts if name in found else ()
-                found[name] = _with_parts(target, (*before, *target.parts))
-        sizes = (config.vocab_size, config.hidden_size)
-        whole = slice(None)
-        found[EMBEDDING] = Target(*sizes, (TargetPart(EMBEDDING, whole),), is_embedding=True)
-        found[HEAD] = Target(*sizes[::-1], (TargetPart(HEAD, whole),))
+    def of(cls, config: ModelConfig, ranks: Ranks = ALONE) -> Targets:
+        """List the layers of a model with this configuration; needs no weights.
+
+        Args:
+            ranks: ranks that share the model. Sizes of targets are those of the whole model, parts
+                are those of this rank.
+        """
+        found = _found(config, ALONE)
+        if ranks.everyone.size > 1:
+            here = _found(config, ranks)
+            found = {
+                name: replace(target, parts=here[name].parts if name in here else ())
+                for name, target in found.items()
+            }
         aliases = {
             alias: target for name, target in found.items() for alias in _aliases(config, name)
         }
@@ -153,19 +156,54 @@ def _check_shapes(files: AdapterFiles, module: AdaptedModule, target: Target) ->
             raise files.wrong(tensor, f"{problem} (was it trained for another base model?)")
 
 
-def _linears(
-    model: DecoderForCausalLM, path: str, module: nn.Linear
-) -> Iterator[tuple[str, Target]]:
+def _found(config: ModelConfig, ranks: Ranks) -> dict[str, Target]:
+    """Return the layers that a rank has, by their names in the model."""
+    with on_meta_device():
+        model = DecoderForCausalLM(config)
+        if ranks.everyone.size > 1:
+            model.shard(ranks)
+    found: dict[str, Target] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertsLinear):
+            named = _experts(model, path, module)
+        elif isinstance(module, nn.Linear):
+            named = _linears(path, module)
+        else:
+            continue
+        for name, target in named:
+            before = found[name].parts if name in found else ()
+            found[name] = replace(target, parts=(*before, *target.parts))
+    vocab, hidden, whole = config.vocab_size, config.hidden_size, slice(None)
+    own = Rank(ranks.group.rank, ranks.group.size).span(vocab)
+    share = None if ranks.group.size == 1 else slice(*own)
+    if ranks.is_first_stage:
+        part = TargetPart(EMBEDDING, whole, columns=share)
+        found[EMBEDDING] = Target(vocab, hidden, (part,), is_embedding=True)
+    if ranks.is_last_stage:
+        found[HEAD] = Target(hidden, vocab, (TargetPart(HEAD, whole, share),))
+    return found
+
+
+def _kept(module: nn.Module, name: str) -> Kept | None:
+    """Return what a rank keeps of a weight, by the weight's name; None: all of it."""
+    kept: Kept | None = getattr(module, "kept", {}).get(name)
+    return kept
+
+
+def _linears(path: str, module: nn.Linear) -> Iterator[tuple[str, Target]]:
     """Yield a layer's parts by their names in the model, each with its rows."""
     if path == HEAD:
         return
     if not isinstance(module, JoinedLinear) or module.stored_joined:
-        part = TargetPart(path, slice(None))
+        kept = _kept(module, "weight")
+        order, columns = (None, None) if kept is None else (kept.rows, kept.columns)
+        part = TargetPart(path, slice(None), order, columns=columns)
         yield path, Target(module.in_features, module.out_features, (part,))
         return
     parent = path.rpartition(".")[0]
     for name, rows in module.part_rows():
-        part = TargetPart(path, rows, module.row_order(name))
+        kept = _kept(module, f"{name}.weight")
+        part = TargetPart(path, rows, module.row_order(name) if kept is None else kept.rows)
         size = module.stored_rows(name)
         yield f"{parent}.{module.stored_name(name)}", Target(module.in_features, size, (part,))
 
@@ -178,11 +216,14 @@ def _experts(
     names = [name for name, _ in module.part_rows()]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates before ups
     num_experts, size = len(names) // len(kinds), module.part_sizes[0]
+    kept = _kept(module, f"{names[0]}.weight")  # equal for all experts
+    whole = size if kept is None else kept.shape[0]
+    own, columns = (None, None) if kept is None else (kept.rows, kept.columns)
     by_turns = _spec_of(model, path).stored_by_turns
     fused: list[TargetPart] = []
     for place, kind in enumerate(kinds):
         rows = slice(place * size, (place + 1) * size)
-        stacked = [TargetPart(path, rows, None, expert) for expert in range(num_experts)]
+        stacked = [TargetPart(path, rows, own, one, columns) for one in range(num_experts)]
         for expert, part in enumerate(stacked):
             name = f"{parent}.{_EXPERT.format(expert)}{kind}"
             yield name, Target(module.in_features, size, (part,))
@@ -190,9 +231,10 @@ def _experts(
         yield every, Target(module.in_features, size, tuple(stacked), num_experts)
         if len(kinds) > 1:
             step = len(kinds) if by_turns else 1
-            first = place if by_turns else place * size
-            order = torch.arange(first, first + step * size, step, device="cpu")[:size]
-            fused += [TargetPart(path, rows, order, expert) for expert in range(num_experts)]
+            first = place if by_turns else place * whole
+            order = torch.arange(first, first + step * whole, step, device="cpu")[:whole]
+            order = order if own is None else order[own]
+            fused += [TargetPart(path, rows, order, one, columns) for one in range(num_experts)]
         else:
             fused += stacked
     name = f"{parent}.experts.{'gate_up_proj' if len(kinds) > 1 else kinds[0]}"
@@ -204,12 +246,6 @@ def _spec_of(model: DecoderForCausalLM, path: str) -> ExpertsSpec:
     spec = model.config.layers[int(path.split(".")[2])].feed_forward
     assert isinstance(spec, ExpertsSpec)
     return spec
-
-
-def _with_parts(target: Target, parts: tuple[TargetPart, ...]) -> Target:
-    return Target(
-        target.num_inputs, target.num_outputs, parts, target.num_experts, target.is_embedding
-    )
 
 
 def _aliases(config: ModelConfig, name: str) -> Iterator[str]:

@@ -13,7 +13,13 @@ from typing import Any
 
 from baton.checkpoint.gguf.architecture import Architecture, Keys, Names, whole_heads
 from models.families.shared.experts import checked
-from models.families.shared.gguf import MAMBA2, MAMBA2_CHANGES, mamba2_names, routed_experts
+from models.families.shared.gguf import (
+    MAMBA2,
+    MAMBA2_CHANGES,
+    mamba2_names,
+    routed_experts,
+    state_heads,
+)
 from models.families.shared.mamba2 import refuse_time_step_limit
 from models.family import Family
 from models.fields import MAX_PARTS, Fields
@@ -234,16 +240,13 @@ def _gguf(keys: Keys) -> Mapping[str, Any]:
     if missing := [layer for layer in layers if layer not in kinds]:
         problem = f"blk.{missing[0]} has neither attention nor a state, a MLP or experts"
         raise keys.wrong("block_count", problem)
-    num_heads, inner_size = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
-    if inner_size % num_heads:
-        problem = f"{num_heads} heads do not divide ssm.inner_size {inner_size}"
-        raise keys.wrong("ssm.time_step_rank", problem)
+    num_heads, head_dim = state_heads(keys)
     eps = keys.decimal("attention.layer_norm_rms_epsilon")
     return {
         "layers_block_type": [kinds[layer] for layer in layers],
         "layer_norm_epsilon": eps,
         "mamba_num_heads": num_heads,
-        "mamba_head_dim": inner_size // num_heads,
+        "mamba_head_dim": head_dim,
         "n_groups": keys.integer("ssm.group_count"),
         "ssm_state_size": keys.integer("ssm.state_size"),
         "conv_kernel": keys.integer("ssm.conv_kernel"),

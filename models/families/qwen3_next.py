@@ -21,7 +21,7 @@ from models.families.qwen import (
     gguf_shared,
 )
 from models.families.shared.experts import checked, dense_mlp
-from models.families.shared.gguf import kinds
+from models.families.shared.gguf import kinds, state_heads
 from models.family import Family
 from models.fields import Fields
 from models.loading.text_parts import text_fields
@@ -200,17 +200,14 @@ _QWEN3_5_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def _gguf(keys: Keys) -> Mapping[str, Any]:
-    num_value_heads, inner_size = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
-    if inner_size % num_value_heads:
-        problem = f"{num_value_heads} heads do not divide ssm.inner_size {inner_size}"
-        raise keys.wrong("ssm.time_step_rank", problem)
+    num_value_heads, value_head_dim = state_heads(keys)
     return {
         "layer_types": kinds(keys, "ssm_a", ("linear_attention", "full_attention")),
         "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
         "linear_key_head_dim": keys.integer("ssm.state_size"),
         "linear_num_key_heads": keys.integer("ssm.group_count"),
         "linear_num_value_heads": num_value_heads,
-        "linear_value_head_dim": inner_size // num_value_heads,
+        "linear_value_head_dim": value_head_dim,
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
+from baton_kernels.attention.base import AttentionOptions
 from models.base import ForwardContext, Rotations
 from models.layers.computing import Computing
 from models.layers.linear import (
@@ -106,15 +107,11 @@ class Attention(Computing):
             key_scale=k_scale,
             value_scale=v_scale,
         )  # [num_tokens, num_heads, head_dim]
-        attended = backend.run(
-            query,
-            kv_cache,
-            attention,
-            scale=self._scale * k_scale,
-            sliding_window=self._sliding_window,
-            soft_cap=self._soft_cap,
-            sinks=self.sinks,
-        )  # [num_tokens, num_heads, head_dim]
+        options = AttentionOptions(
+            self._scale * k_scale, self._sliding_window, self._soft_cap, sinks=self.sinks
+        )
+        # [num_tokens, num_heads, head_dim]
+        attended = backend.run(query, kv_cache, attention, options)
         if v_scale != 1.0:
             attended = attended * v_scale
         mixed = attended.flatten(1)  # [num_tokens, num_heads * head_dim]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from baton_kernels.attention.base import as_keys_and_values
+from baton_kernels.attention.base import AttentionOptions, as_keys_and_values
 from models.base import ForwardContext, Rotations
 from models.layers.computing import Computing
 from models.layers.linear import keep_inputs, keep_outputs
@@ -156,9 +156,9 @@ class LatentAttention(Computing):
             interleaved=spec.rope_interleave,
             out=query[..., rank:],
         )
-        attended = backend.run(
-            query, as_keys_and_values(cache), attention, scale=spec.scale, value_dim=rank
-        )  # [num_tokens, num_heads, rank]
+        options = AttentionOptions(spec.scale, value_dim=rank)
+        # [num_tokens, num_heads, rank]
+        attended = backend.run(query, as_keys_and_values(cache), attention, options)
         values = heads.new_empty(*shape, spec.v_head_dim)
         self.kv_b_proj.expand(attended, values)
         out: Tensor = self.o_proj(values.flatten(1))

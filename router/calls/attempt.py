@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import msgspec
 
@@ -15,12 +16,10 @@ from baton.link.words import (
     PrefillCommand,
     RequestError,
 )
-from baton.telemetry.spans import TraceContext
-from router.calls.call import Call
+from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
-from router.fleet.adapter_places import NO_SOURCE, AdapterSource
 from router.fleet.load.forecast import PrefillForecast
-from router.fleet.node import LegDelta, Node
+from router.fleet.node import LegDelta, LegWork, Node
 
 # Nodes end a request this long after the router's deadline, in case the router did not.
 NODE_EXTRA_TIMEOUT_S = 5.0
@@ -34,12 +33,7 @@ class Attempt:
     Args:
         prefill: None if the decode node computes the prompt.
         decode: None if the prefill node's token is the last one.
-        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
-        epoch: number of this attempt in the nodes' deltas.
-        timeout_s: seconds until the call's deadline.
-        buffer: receives the tokens; already holds the tokens of earlier attempts.
-        trace: this attempt's span, parent of the nodes' spans; None: the call is not traced.
-        adapter_source: where nodes find the files of the call's adapter.
+        buffer: receives the tokens; holds those of earlier attempts.
 
     Attributes:
         prefill_receipt: receipt of the prefill node; None before its first token.
@@ -56,17 +50,12 @@ class Attempt:
         call: Call,
         prefill: Node | None,
         decode: Node | None,
-        *,
-        num_cached_tokens: int = 0,
-        epoch: int,
-        timeout_s: float,
         buffer: OutputBuffer,
-        trace: TraceContext | None = None,
-        adapter_source: AdapterSource = NO_SOURCE,
+        terms: AttemptTerms,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
-        self.epoch = epoch
+        self.epoch = terms.epoch
         self.prefill_receipt: PrefillReceipt | None = None
         self.forecast: PrefillForecast | None = None
         self.decoded = False
@@ -80,70 +69,48 @@ class Attempt:
         self._kv_arrived = False
         self._finished_on: NodeRole | None = None
         self._closed = False
-        self._num_cached_tokens = num_cached_tokens
-        self._trace, self._adapter_source = trace, adapter_source
-        self._send_legs(call, tuple(buffer.token_ids), timeout_s)
+        self._send_legs(call, terms)
 
-    def _send_legs(self, call: Call, output_token_ids: tuple[int, ...], timeout_s: float) -> None:
+    def _send_legs(self, call: Call, terms: AttemptTerms) -> None:
+        output_token_ids, params = tuple(self._buffer.token_ids), call.sampling_params
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
-        num_uncomputed = max(num_tokens - self._num_cached_tokens, 1)
-        params = call.sampling_params
+        num_uncomputed = max(num_tokens - terms.num_cached_tokens, 1)
         if output_token_ids:  # the client has its prompt logprobs already
             params = dataclasses.replace(params, prompt_logprobs=None)
+        for_both: dict[str, Any] = {
+            "request_id": self._request_id,
+            "epoch": self.epoch,
+            "prompt_token_ids": call.prompt_token_ids,
+            "sampling_params": params,
+            "timeout_s": terms.timeout_s + NODE_EXTRA_TIMEOUT_S,
+            "output_token_ids": output_token_ids,
+            "cache_salt": call.cache_salt,
+            "adapter": call.terms.adapter,
+            "adapter_source": terms.adapter_source.folder,
+            "pins_adapter": terms.adapter_source.is_pinned,
+            "trace": terms.trace,
+        }
         arrives_s = 0.0
         if self.prefill is not None:
             load = self.prefill.load
             arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
         if self.decode is not None:
-            self.forecast = self.decode.open_leg(
-                self._request_id,
-                self.epoch,
-                # most tokens that the request may hold; on a prefill node, those to compute
-                len(call.prompt_token_ids) + params.max_tokens,
-                self,
+            work = LegWork(
+                num_tokens=len(call.prompt_token_ids) + params.max_tokens,
                 num_uncomputed=0 if self.prefill else num_uncomputed,
                 num_arriving=num_tokens,
                 max_tokens=params.max_tokens - len(output_token_ids),
-                timeout_s=timeout_s,
+                timeout_s=terms.timeout_s,
                 arrives_s=arrives_s,
             )
-            self.decode.send(
-                DecodeCommand(
-                    request_id=self._request_id,
-                    epoch=self.epoch,
-                    prompt_token_ids=call.prompt_token_ids,
-                    sampling_params=params,
-                    prefill_engine_id=self.prefill.engine_id if self.prefill else "",
-                    timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
-                    output_token_ids=output_token_ids,
-                    cache_salt=call.cache_salt,
-                    adapter=call.terms.adapter,
-                    adapter_source=self._adapter_source.folder,
-                    pins_adapter=self._adapter_source.is_pinned,
-                    trace=self._trace,
-                )
-            )
-        if self.prefill is None:
-            return
-        self.forecast = self.prefill.open_leg(
-            self._request_id, self.epoch, num_uncomputed, self, num_uncomputed=num_uncomputed
-        )
-        self.prefill.send(
-            PrefillCommand(
-                request_id=self._request_id,
-                epoch=self.epoch,
-                prompt_token_ids=call.prompt_token_ids,
-                sampling_params=params,
-                decode_engine_id=self.decode.engine_id if self.decode else "",
-                timeout_s=timeout_s + NODE_EXTRA_TIMEOUT_S,
-                output_token_ids=output_token_ids,
-                cache_salt=call.cache_salt,
-                adapter=call.terms.adapter,
-                adapter_source=self._adapter_source.folder,
-                pins_adapter=self._adapter_source.is_pinned,
-                trace=self._trace,
-            )
-        )
+            self.forecast = self.decode.open_leg(self._request_id, self.epoch, self, work)
+            peer = self.prefill.engine_id if self.prefill else ""
+            self.decode.send(DecodeCommand(prefill_engine_id=peer, **for_both))
+        if self.prefill is not None:
+            work = LegWork(num_tokens=num_uncomputed, num_uncomputed=num_uncomputed)
+            self.forecast = self.prefill.open_leg(self._request_id, self.epoch, self, work)
+            peer = self.decode.engine_id if self.decode else ""
+            self.prefill.send(PrefillCommand(decode_engine_id=peer, **for_both))
 
     @property
     def nodes(self) -> list[Node]:

@@ -9,6 +9,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
+from router.fleet.adapter_places import NO_SOURCE, AdapterSource
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
 
@@ -78,3 +79,22 @@ class Call:
     def scoped_id(self) -> str:
         """Request id that is unique among all tenants."""
         return scoped_id(self.request_id, self.terms.principal.tenant)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptTerms:
+    """Hold what one attempt adds to its call.
+
+    Attributes:
+        epoch: identifies the attempt in the nodes' deltas.
+        timeout_s: seconds until the call's deadline.
+        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
+        trace: the attempt's span, parent of the nodes' spans; None: the call is not traced.
+        adapter_source: where nodes find the files of the call's adapter.
+    """
+
+    epoch: int
+    timeout_s: float
+    num_cached_tokens: int = 0
+    trace: TraceContext | None = None
+    adapter_source: AdapterSource = NO_SOURCE

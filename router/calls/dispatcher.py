@@ -187,7 +187,7 @@ class Dispatcher:
             error.receipt = opened.receipt()
             raise
         finally:
-            ticket.num_tokens_used = num_tokens_used(opened.receipt(), ticket.num_uncached_tokens)
+            ticket.note_cost(opened.receipt())
             opened.close()
             del self._open[call.scoped_id]
 
@@ -231,21 +231,3 @@ class Dispatcher:
         for opened in list(self._open.values()):
             opened.end_with_error(self._stopped)
         self.pool.note_eligibility_change()  # calls may wait for nodes
-
-
-def num_tokens_used(receipt: Receipt, num_uncached_tokens: int) -> int:
-    """Return the tokens of a request that its rate limits count: computed prompt, plus output.
-
-    Args:
-        receipt: the request's cost so far.
-        num_uncached_tokens: prompt tokens that count as computed until a node reports a number.
-    """
-    prefill, decode = receipt.prefill, receipt.decode
-    if not receipt.num_attempts:
-        return 0
-    num_computed = num_uncached_tokens
-    if prefill is not None or decode is not None:
-        num_computed = prefill.num_computed_tokens if prefill is not None else 0
-        num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
-    # Clients do not pay for work that is repeated after a failure.
-    return min(num_computed, receipt.num_prompt_tokens) + receipt.num_output_tokens

@@ -15,7 +15,7 @@ from baton.api.errors import NodeUnavailableError, error_of
 from baton.api.outputs import Receipt, TextDelta
 from baton.link.words import NodeRole, RequestError, failed_delta
 from router.calls.attempt import Attempt
-from router.calls.call import Call
+from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import OutputBuffer
 from router.calls.placing import MAX_EXPECTING, Placer
 from router.calls.recovery.recovery import Recoveries
@@ -168,17 +168,14 @@ class OpenCall:
         )
         if not self._output_token_ids:
             self._router_queue_s = noted.began_s
-        self._attempt = Attempt(
-            call,
-            prefill,
-            used_decode,
-            num_cached_tokens=placement.num_cached_tokens,
+        terms = AttemptTerms(
             epoch=next(self._epochs) % 2**32,
             timeout_s=self._remaining_s(),
-            buffer=self._buffer,
+            num_cached_tokens=placement.num_cached_tokens,
             trace=noted.trace,
             adapter_source=pool.adapters.source_of(call.terms.adapter),
         )
+        self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms)
         self._placer.decisions.note_forecast(call.scoped_id, self._attempt.forecast)
         return self._attempt
 

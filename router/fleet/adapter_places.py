@@ -25,7 +25,7 @@ class AdapterSource:
     """Where nodes find an adapter's files.
 
     Attributes:
-        folder: path below the nodes' ``--adapter-root``; empty: unknown.
+        folder: path below the nodes' ``--adapter-root``, package or hub id; empty: unknown.
         is_pinned: whether the adapter keeps its slot on nodes when others need one.
     """
 
@@ -94,7 +94,7 @@ class AdapterPlaces:
                 return f"{node.node_name}: {why}"
         if not self.source_of(digest).folder:
             return "its folder is not known"
-        return "no node of a role was started with --adapter-root"
+        return "no node of a role was started with --max-adapters"
 
     def narrow(self, fleet: Fleet, digest: str) -> Fleet:
         """Return the nodes of a fleet that have an adapter or can load it."""

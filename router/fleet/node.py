@@ -78,6 +78,25 @@ def num_bytes_of(registration: NodeRegistration) -> int:
     return len(registration.peer_info) + sum(map(sys.getsizeof, (*entries, *entries.values())))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegWork:
+    """Hold what an attempt asks of a node, in tokens; see `Account`.
+
+    Attributes:
+        num_tokens: tokens that the request may come to hold on a decode node; on a prefill node,
+            tokens to compute.
+        max_tokens: tokens to decode within ``timeout_s``; 0: none.
+        arrives_s: seconds until the prompt's KV is expected.
+    """
+
+    num_tokens: int
+    num_uncomputed: int = 0
+    num_arriving: int = 0
+    max_tokens: int = 0
+    timeout_s: float = math.inf
+    arrives_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Leg:
     """An open attempt on a node, and what it adds to the node's load."""
@@ -206,33 +225,22 @@ class Node:
             asyncio.get_running_loop().call_soon(self._fail_some, deltas, node_lost)
 
     def open_leg(
-        self,
-        request_id: str,
-        epoch: int,
-        num_tokens: int,
-        reader: LegReader,
-        *,
-        num_uncomputed: int = 0,
-        num_arriving: int = 0,
-        max_tokens: int = 0,
-        timeout_s: float = math.inf,
-        arrives_s: float = 0.0,
+        self, request_id: str, epoch: int, reader: LegReader, work: LegWork
     ) -> PrefillForecast | None:
-        """Register an attempt whose deltas go to ``reader``; `Account` explains the numbers.
-
-        Args:
-            max_tokens: tokens to decode here within ``timeout_s``; 0: none.
-            arrives_s: seconds until the prompt's KV is expected.
+        """Register an attempt whose deltas go to ``reader``.
 
         Returns:
             The forecast of the prompt's times if the prompt is computed here, else None.
         """
         load, promise = self.load, None
-        if max_tokens:
-            num_steps, now = min(max_tokens, load.shared.long_output_tokens), self.clock()
-            promise = load.promises.open(now + timeout_s, num_steps, now + arrives_s)
+        if work.max_tokens:
+            num_steps, now = min(work.max_tokens, load.shared.long_output_tokens), self.clock()
+            promise = load.promises.open(now + work.timeout_s, num_steps, now + work.arrives_s)
         account = load.note_opened(
-            num_tokens, num_uncomputed=num_uncomputed, num_arriving=num_arriving, promise=promise
+            work.num_tokens,
+            num_uncomputed=work.num_uncomputed,
+            num_arriving=work.num_arriving,
+            promise=promise,
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from baton.api.errors import BatonError
+from baton.api.outputs import Receipt
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -72,6 +73,21 @@ class Ticket:
     @property
     def waited_s(self) -> float:
         return 0.0 if self.began_at is None else self.began_at - self.arrived_at
+
+    def note_cost(self, receipt: Receipt) -> None:
+        """Set the actual cost: prompt tokens computed for the request plus its output tokens.
+
+        Until a node reports how many prompt tokens it computed, the expected number counts.
+        """
+        prefill, decode = receipt.prefill, receipt.decode
+        num_computed = self.num_uncached_tokens
+        if prefill is not None or decode is not None:
+            num_computed = prefill.num_computed_tokens if prefill is not None else 0
+            num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
+        # Clients do not pay for work that is repeated after a failure.
+        num_computed = min(num_computed, receipt.num_prompt_tokens)
+        has_begun = receipt.num_attempts > 0
+        self.num_tokens_used = num_computed + receipt.num_output_tokens if has_begun else 0
 
 
 def charge_of(num_tokens: int, weight: float) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from baton.access.identity import Principal
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import TextDelta
 from baton.api.prompt import (
@@ -90,6 +89,7 @@ class Intake:
         self._default_timeout_s = default_timeout_s
         self.reader = PromptReader(
             tokenizer,
+            dispatcher.admission,
             lambda: self.max_model_len,
             vocab_size=vocab_size,
             readers=readers,
@@ -197,20 +197,6 @@ class Intake:
             if error.receipt is not None:
                 error.receipt = answer.shown(error.receipt)
             raise
-
-    async def tokenize_only(
-        self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return a prompt's token ids, and charge the caller's rate limits like a request.
-
-        Raises OverloadedError, and the errors of `tokenize`.
-        """
-        self.admission.charge(principal)
-        token_ids = await self.reader.tokenize(
-            prompt, principal, add_special_tokens=add_special_tokens
-        )
-        self.admission.charge_tokens(principal, len(token_ids) - 1)
-        return token_ids
 
 
 def check_name(field: str, name: str, limit: int) -> None:

@@ -28,7 +28,7 @@ from router.fleet.node_pool import NodePool
 from router.fleet.pairing import num_pairs_down
 from router.gate.admission import Admission
 from router.gate.overload import Overload
-from router.intake.fleet_metrics import ForecastCollector, RevisionCollector
+from router.intake.fleet_metrics import Collected, collect_forecasts, collect_revisions
 
 _PREFIX = "baton_router"
 MAX_PAIRS = 2048  # all pairs on one page would block the event loop
@@ -146,20 +146,20 @@ class RouterMetrics:
             for name, text, buckets in _OF_REQUEST
         }
         if pool is not None:
-            registry.register(_NodeCollector(pool))
-            registry.register(_PairCollector(pool))
-            registry.register(RevisionCollector(pool))
-            registry.register(ForecastCollector(pool.forecasts))
+            registry.register(Collected(_collect_nodes, pool))
+            registry.register(Collected(_collect_pairs, pool))
+            registry.register(Collected(collect_revisions, pool))
+            registry.register(Collected(collect_forecasts, pool.forecasts))
         if admission is not None:
-            registry.register(_AdmissionCollector(admission))
+            registry.register(Collected(_collect_admission, admission))
         if overload is not None:
-            self.of_router.register(_OverloadCollector(overload))
+            self.of_router.register(Collected(_collect_overload, overload))
         if suspects is not None:
-            registry.register(_SuspectsCollector(suspects))
+            registry.register(Collected(_collect_suspects, suspects))
 
     def show_connections(self, counts: ConnectionCounts) -> None:
         """Add metrics of HTTP connections."""
-        self.of_router.register(_ConnectionCollector(counts))
+        self.of_router.register(Collected(_collect_connections, counts))
 
     def show_names_of(self, model: str) -> None:
         """Add vLLM's names for metrics that both systems have."""
@@ -243,37 +243,32 @@ class RouterMetrics:
         self._of_request[name].observe(value)
 
 
-class _NodeCollector(Collector):
+def _collect_nodes(pool: NodePool) -> Iterable[Metric]:
     """Collect the number of nodes by role and state."""
-
-    def __init__(self, pool: NodePool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterable[Metric]:
-        counts = {(role, state): 0 for role in NodeRole for state in _NODE_STATES}
-        fleet = self._pool.fleet
-        usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
-        ready = {node.engine_id for node in usable}
-        for node in self._pool.nodes:
-            state = _state(node, ready) if self._pool.identity.admits(node) else "not_serving"
-            counts[node.registration.role, state] += 1
-        for registration in self._pool.lost:
-            counts[registration.role, "lost"] += 1
-        family = GaugeMetricFamily(
-            f"{_PREFIX}_nodes",
-            "Nodes; ready: requests can go there; joined: they reach no other node yet; ejected: "
-            "they failed lately, or are new and have a first request; not_serving: their model "
-            "is not the one that is served.",
-            labels=["role", "state"],
-        )
-        for (role, state), count in counts.items():
-            family.add_metric([role.value, state], count)
-        yield family
-        yield CounterMetricFamily(
-            f"{_PREFIX}_model_changes",
-            "Times that nodes with other weights took the place of those that had served.",
-            value=self._pool.identity.num_changes_total,
-        )
+    counts = {(role, state): 0 for role in NodeRole for state in _NODE_STATES}
+    fleet = pool.fleet
+    usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
+    ready = {node.engine_id for node in usable}
+    for node in pool.nodes:
+        state = _state(node, ready) if pool.identity.admits(node) else "not_serving"
+        counts[node.registration.role, state] += 1
+    for registration in pool.lost:
+        counts[registration.role, "lost"] += 1
+    family = GaugeMetricFamily(
+        f"{_PREFIX}_nodes",
+        "Nodes; ready: requests can go there; joined: they reach no other node yet; ejected: "
+        "they failed lately, or are new and have a first request; not_serving: their model "
+        "is not the one that is served.",
+        labels=["role", "state"],
+    )
+    for (role, state), count in counts.items():
+        family.add_metric([role.value, state], count)
+    yield family
+    yield CounterMetricFamily(
+        f"{_PREFIX}_model_changes",
+        "Times that nodes with other weights took the place of those that had served.",
+        value=pool.identity.num_changes_total,
+    )
 
 
 def _state(node: Node, ready: Set[str]) -> str:
@@ -284,145 +279,119 @@ def _state(node: Node, ready: Set[str]) -> str:
     return "ejected" if node.health.is_unwanted(node.num_open) else "joined"
 
 
-class _PairCollector(Collector):
-    """Collect pairs of nodes that reach each other, with transport and bandwidth, and others."""
-
-    def __init__(self, pool: NodePool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterable[Metric]:
-        states = GaugeMetricFamily(
-            f"{_PREFIX}_pairs",
-            "Pairs of nodes that fit; connected: requests can go there; down: one end does not "
-            "reach the other, or is lost.",
-            labels=["state"],
-        )
-        states.add_metric(["connected"], self._pool.num_pairs_connected)
-        states.add_metric(["down"], num_pairs_down(self._pool.nodes, self._pool.lost))
-        yield states
-        bandwidth = GaugeMetricFamily(
-            f"{_PREFIX}_pair_bandwidth_bytes_per_second",
-            "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "
-            f"{MAX_PAIRS} slowest pairs.",
-            labels=["prefill_node", "decode_node", "transport"],
-        )
-        slowest = heapq.nsmallest(MAX_PAIRS, self._pairs(), key=lambda one: one[0] or math.inf)
-        for rate, node, engine_id in sorted(slowest, key=lambda one: (one[1].name, one[2])):
-            peer = self._pool.node(engine_id)
-            if peer is not None:
-                labels = [node.name, peer.name, node.reports[engine_id].transport]
-                bandwidth.add_metric(labels, rate)
-        yield bandwidth
-
-    def _pairs(self) -> Iterator[tuple[float, Node, str]]:
-        for node in self._pool.nodes:
-            if node.registration.role is NodeRole.PREFILL:
-                for engine_id, report in node.reports.items():
-                    if report.connected:
-                        yield report.bandwidth_bytes_per_s, node, engine_id
+def _collect_pairs(pool: NodePool) -> Iterable[Metric]:
+    """Collect which nodes reach each other, by transport and bandwidth, and how many do not."""
+    states = GaugeMetricFamily(
+        f"{_PREFIX}_pairs",
+        "Pairs of nodes that fit; connected: requests can go there; down: one end does not "
+        "reach the other, or is lost.",
+        labels=["state"],
+    )
+    states.add_metric(["connected"], pool.num_pairs_connected)
+    states.add_metric(["down"], num_pairs_down(pool.nodes, pool.lost))
+    yield states
+    bandwidth = GaugeMetricFamily(
+        f"{_PREFIX}_pair_bandwidth_bytes_per_second",
+        "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "
+        f"{MAX_PAIRS} slowest pairs.",
+        labels=["prefill_node", "decode_node", "transport"],
+    )
+    slowest = heapq.nsmallest(MAX_PAIRS, _pairs(pool), key=lambda one: one[0] or math.inf)
+    for rate, node, engine_id in sorted(slowest, key=lambda one: (one[1].name, one[2])):
+        peer = pool.node(engine_id)
+        if peer is not None:
+            labels = [node.name, peer.name, node.reports[engine_id].transport]
+            bandwidth.add_metric(labels, rate)
+    yield bandwidth
 
 
-class _SuspectsCollector(Collector):
+def _pairs(pool: NodePool) -> Iterator[tuple[float, Node, str]]:
+    for node in pool.nodes:
+        if node.registration.role is NodeRole.PREFILL:
+            for engine_id, report in node.reports.items():
+                if report.connected:
+                    yield report.bandwidth_bytes_per_s, node, engine_id
+
+
+def _collect_suspects(suspects: Suspects) -> Iterable[Metric]:
     """Collect requests that were ended or refused as poison."""
-
-    def __init__(self, suspects: Suspects) -> None:
-        self._suspects = suspects
-
-    def collect(self) -> Iterable[Metric]:
-        suspects = self._suspects
-        yield GaugeMetricFamily(
-            f"{_PREFIX}_requests_quarantined",
-            "Requests that are refused because nodes died of one like it.",
-            value=len(suspects.quarantined),
-        )
-        for name, text, value in (
-            ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
-            ("poison_requests_refused", "Refused equals of these.", suspects.num_refused_total),
-        ):
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+    yield GaugeMetricFamily(
+        f"{_PREFIX}_requests_quarantined",
+        "Requests that are refused because nodes died of one like it.",
+        value=len(suspects.quarantined),
+    )
+    for name, text, value in (
+        ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
+        ("poison_requests_refused", "The like of these.", suspects.num_refused_total),
+    ):
+        yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
 
 
-class _AdmissionCollector(Collector):
-    """Collect how many requests wait at the gate, and how many it refused."""
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-
-    def collect(self) -> Iterable[Metric]:
-        state = self._admission.state()
-        for name, text, value in (
-            ("requests_queued", "Requests that wait for nodes to have room.", state.num_queued),
-            ("queued_prompt_tokens", "Prompt tokens of queued requests.", state.num_queued_tokens),
-            (
-                "expected_wait_seconds",
-                "Until those that wait have their first tokens.",
-                state.expected_wait_s,
-            ),
-        ):
-            yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)
-        refused = CounterMetricFamily(
-            f"{_PREFIX}_requests_refused",
-            "Requests that were refused before anything was computed for them.",
-            labels=["reason"],
-        )
-        for reason, count in state.num_refused.items():
-            refused.add_metric([reason], count)
-        yield refused
+def _collect_admission(admission: Admission) -> Iterable[Metric]:
+    """Collect what waits at the gate and what was refused."""
+    state = admission.state()
+    for name, text, value in (
+        ("requests_queued", "Requests that wait for nodes to have room.", state.num_queued),
+        ("queued_prompt_tokens", "Prompt tokens of these.", state.num_queued_tokens),
+        (
+            "expected_wait_seconds",
+            "Until those that wait have their first tokens.",
+            state.expected_wait_s,
+        ),
+    ):
+        yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+    refused = CounterMetricFamily(
+        f"{_PREFIX}_requests_refused",
+        "Requests that were refused before anything was computed for them.",
+        labels=["reason"],
+    )
+    for reason, count in state.num_refused.items():
+        refused.add_metric([reason], count)
+    yield refused
 
 
-class _OverloadCollector(Collector):
+def _collect_overload(overload: Overload) -> Iterable[Metric]:
     """Collect the overload level and its signals."""
-
-    def __init__(self, overload: Overload) -> None:
-        self._overload = overload
-
-    def collect(self) -> Iterable[Metric]:
-        state = self._overload.state()
-        yield GaugeMetricFamily(
-            f"{_PREFIX}_overload_level",
-            "0: normal; 1: less urgent requests are refused; 2: all are.",
-            value=state.level,
-        )
-        yield CounterMetricFamily(
-            f"{_PREFIX}_overload_changes", "Changes of the level.", value=state.num_changes
-        )
-        yield CounterMetricFamily(
-            f"{_PREFIX}_overload_refused",
-            "Requests that were refused unread at level 2.",
-            value=state.num_refused,
-        )
-        signals = GaugeMetricFamily(
-            f"{_PREFIX}_overload_signal",
-            "What the level follows: seconds of the event loop's lag, else shares of a limit.",
-            labels=["signal"],
-        )
-        for name, value in state.signals.items():
-            signals.add_metric([name], value)
-        yield signals
+    state = overload.state()
+    yield GaugeMetricFamily(
+        f"{_PREFIX}_overload_level",
+        "0: normal; 1: less urgent requests are refused; 2: all are.",
+        value=state.level,
+    )
+    yield CounterMetricFamily(
+        f"{_PREFIX}_overload_changes", "Changes of the level.", value=state.num_changes
+    )
+    yield CounterMetricFamily(
+        f"{_PREFIX}_overload_refused",
+        "Requests that were refused unread at level 2.",
+        value=state.num_refused,
+    )
+    signals = GaugeMetricFamily(
+        f"{_PREFIX}_overload_signal",
+        "What the level follows: seconds of the event loop's lag, else shares of a limit.",
+        labels=["signal"],
+    )
+    for name, value in state.signals.items():
+        signals.add_metric([name], value)
+    yield signals
 
 
-class _ConnectionCollector(Collector):
+def _collect_connections(counts: ConnectionCounts) -> Iterable[Metric]:
     """Collect HTTP connections."""
-
-    def __init__(self, counts: ConnectionCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        counts = self._counts
-        now = GaugeMetricFamily(
-            f"{_PREFIX}_http_connections",
-            "Connections that are open: at work on a request, or waiting for one.",
-            labels=["state"],
-        )
-        now.add_metric(["at_work"], counts.at_work)
-        now.add_metric(["waiting"], counts.open - counts.at_work)
-        yield now
-        ended = CounterMetricFamily(
-            f"{_PREFIX}_http_connections_cut",
-            "Connections that the router ended: there was no room, they made way for another one, "
-            "sent no request in time, or took nothing.",
-            labels=["reason"],
-        )
-        for reason in ("refused", "displaced", "timed_out", "stalled"):
-            ended.add_metric([reason], getattr(counts, reason))
-        yield ended
+    now = GaugeMetricFamily(
+        f"{_PREFIX}_http_connections",
+        "Connections that are open: at work on a request, or waiting for one.",
+        labels=["state"],
+    )
+    now.add_metric(["at_work"], counts.at_work)
+    now.add_metric(["waiting"], counts.open - counts.at_work)
+    yield now
+    ended = CounterMetricFamily(
+        f"{_PREFIX}_http_connections_cut",
+        "Connections that the router ended: there was no room, they made way for another one, "
+        "sent no request in time, or took nothing.",
+        labels=["reason"],
+    )
+    for reason in ("refused", "displaced", "timed_out", "stalled"):
+        ended.add_metric([reason], getattr(counts, reason))
+    yield ended

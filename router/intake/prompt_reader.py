@@ -22,6 +22,7 @@ from baton.processes.early_template import EarlyTemplate, may_fork
 from baton.text.detokenizer import Detokenizer
 from baton.text.grammar_trials import GrammarTrials, fork_trials
 from baton.text.tokenizer import Tokenizer
+from router.gate.admission import Admission
 from router.intake.changing_lines import without_changing_lines
 from router.intake.grammar_checks import GrammarChecks
 from router.intake.text_options import TextOptions
@@ -73,8 +74,9 @@ class PromptReader:
     """Read prompts with one checkpoint's tokenizer.
 
     Args:
-        tokenizer: the checkpoint's tokenizer; None: only token ids are served.
-        max_model_len: returns the most tokens that a request may have now.
+        tokenizer: the checkpoint's tokenizer; None: it has none, and only token ids are served.
+        admission: has the callers' rate limits.
+        max_model_len: returns the most tokens of a request now.
         vocab_size: size of the model's vocabulary.
         readers: templates of the worker processes; None: new processes.
         trusts_templates: whether a request may bring a chat template.
@@ -87,6 +89,7 @@ class PromptReader:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
+        admission: Admission,
         max_model_len: Callable[[], int],
         *,
         vocab_size: int,
@@ -96,6 +99,7 @@ class PromptReader:
     ) -> None:
         self.is_starting = False
         self._tokenizer = tokenizer
+        self._admission = admission
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._trusts_templates = trusts_templates
@@ -181,6 +185,18 @@ class PromptReader:
             messages = without_changing_lines(list(prompt.messages))
             prompt = dataclasses.replace(prompt, messages=messages)
         return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
+
+    async def tokenize_only(
+        self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return a prompt's token ids, and charge the caller's rate limits as for a request.
+
+        Raises OverloadedError, and the errors of `tokenize`.
+        """
+        self._admission.charge(principal)
+        token_ids = await self.tokenize(prompt, principal, add_special_tokens=add_special_tokens)
+        self._admission.charge_tokens(principal, len(token_ids) - 1)
+        return token_ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a prompt's token ids; let other tasks run in between.

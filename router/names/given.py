@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.adapters.digest import AdapterDigest, AdapterError
-from baton.adapters.files import adapter_digest, find_adapter
+from baton.adapters.files import adapter_digest
+from baton.adapters.sources import find_named
 from baton.api.errors import ConfigError
 from router.names.base_model import BaseModel
 from router.names.defaults import read_defaults, read_names
@@ -39,41 +40,39 @@ def names_given(
 def adapters_given(
     served: Sequence[ServedName], root: str, adapters: Sequence[str]
 ) -> list[ServedName]:
-    """Return the names that ``NAME=FOLDER`` options give to adapters of the only base model.
+    """Return the names that ``NAME=SOURCE`` give to adapters of the only base model.
 
     Args:
-        served: the base model's own names; adapters' names get the defaults of the first one.
-        root: folder below which the adapters lie; reads all of their files.
+        served: the base model's own names; those of adapters have the same defaults as the first.
+        root: folder below which adapters' folders must lie; reads all of their files.
 
     Raises ConfigError naming the option.
     """
     found: dict[str, ServedName] = {}
     for entry in adapters:
-        name, _, folder = entry.partition("=")
-        if not (name and folder):
-            raise ConfigError(f"adapter: must be NAME=FOLDER, got {entry!r:.200}")
+        name, _, source = entry.partition("=")
+        if not (name and source):
+            raise ConfigError(f"adapter: must be NAME=SOURCE, got {entry!r:.200}")
         if len({one.base.model for one in served}) > 1:
             raise ConfigError("adapter: with several models, name adapters in --names-file")
         if name in found or any(one.name == name for one in served):
             raise ConfigError(f"adapter: {name!r:.200} is the name of two things")
-        digest = read_digest(root, folder)
+        digest = read_digest(root, source)
         found[name] = dataclasses.replace(
-            served[0], name=name, adapter=digest, adapter_source=folder
+            served[0], name=name, adapter=digest, adapter_source=source
         )
     return list(found.values())
 
 
-def read_digest(root: str, folder: str) -> AdapterDigest:
+def read_digest(root: str, source: str) -> AdapterDigest:
     """Return the digest of an adapter from its files; raises ConfigError.
 
     Args:
-        root: ``--adapter-root``.
-        folder: the adapter's folder below it.
+        root: ``--adapter-root``; empty: there are no folders.
+        source: see `find_named`.
     """
-    if not root:
-        raise ConfigError("adapter_root: must be given, to read adapters' digests there")
     try:
-        return adapter_digest(find_adapter(Path(root), folder))
+        return adapter_digest(find_named(Path(root) if root else None, source))
     except AdapterError as error:
         raise ConfigError(str(error)) from None
 

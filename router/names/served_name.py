@@ -24,7 +24,8 @@ class ServedName:
     Attributes:
         base: base model whose nodes compute the requests.
         adapter: digest of the adapter's bytes, 64 hex characters; empty: none.
-        adapter_source: folder of the adapter below the nodes' ``--adapter-root``; empty: unknown.
+        adapter_source: where nodes find the adapter: a path below ``--adapter-root``, a package or
+            a hub id; empty: unknown.
         pins_adapter: whether the adapter keeps its slot on nodes when others need one.
         defaults: values for requests that leave a field out.
         chat_template: text of a Jinja template; empty: the base model's.

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.api.errors import ConfigError
 from baton_kernels import FP8, reference
 from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
-from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
+from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions
 from baton_kernels.dispatch import native_ops
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
@@ -50,10 +50,9 @@ class Step:
             self.query,
             self.kv_cache,
             self.metadata,
-            scale=0.25,
-            sliding_window=self.window,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
+            AttentionOptions(
+                scale=0.25, sliding_window=self.window, soft_cap=self.soft_cap, sinks=self.sinks
+            ),
         )
 
     def expected(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +81,21 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor] | bytes, **config:
     content = tensors if isinstance(tensors, bytes) else safetensors(tensors)
     (folder / "adapter_model.safetensors").write_bytes(content)
     return folder
+
+
+def install(site: Path, name: str, files: Sequence[str]) -> None:
+    """Make a package as pip leaves it behind."""
+    info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+
+def cache(root: Path, repository: str) -> Path:
+    """Make a repository in the hub library's cache; return the folder for the files."""
+    folder = root / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    return snapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from baton import AsyncClient, Client, Completion, SamplingParams
+from baton import AsyncClient, Client, Completion, SamplingParams, StructuredOutput
 from baton.api.errors import NotFoundError
 from baton.cli.app import app
 from baton.deployment.local_deployment import LocalDeployment
@@ -81,8 +82,11 @@ def deployment(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         *root, *names, "--served-model-name", "base", "--names-file", str(names_file),
         "--return-timeout-s", "150",
     ]  # fmt: skip
-    # Two slots for three adapters: they take each other's.
-    node_args = ["--num-blocks", "300", *root, "--max-adapters", "2"]
+    # Two slots for three adapters: they take each other's. Drafts change no token.
+    node_args = [
+        "--num-blocks", "300", *root, "--max-adapters", "2", "--speculative-method", "ngram",
+        "--ngram-min", "1",
+    ]  # fmt: skip
     settings = {"num_decode": 2, "router_args": router_args, "http": True, "admin_token": TOKEN}
     with run_deployment(*node_args, **settings) as running:
         yield running
@@ -140,6 +144,29 @@ def test_names_of_adapters_and_of_the_base_model_share_a_fleet(
     assert "one" in admin(deployment, "adapters", "list")
     with Client(deployment.config.listen, api_key=TOKEN) as client:
         assert [one.name for one in client.models()] == ["base", *ADAPTERS]
+
+
+def test_several_outputs_and_structured_ones_are_those_of_one_process(
+    deployment: LocalDeployment, scene: Scene
+) -> None:
+    drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=2, ignore_eos=True)
+    word = SamplingParams(
+        max_tokens=24, temperature=0, structured_output=StructuredOutput(regex="[a-z]{4,6}[0-9]{2}")
+    )
+    folders = {name: scene.root / name for name in ADAPTERS}
+    llm = LLM(str(DEMO_MODEL), dtype="float32", num_threads=1, adapters=folders)
+    texts = set()
+    with Client(deployment.config.listen, api_key=TOKEN) as client:
+        for name in (BASE, *ADAPTERS):
+            for params in (drawn, word):
+                expected = llm.generate([PROMPTS[0]], params, adapter=name)
+                [found] = client.generate_batch(
+                    [PROMPTS[0]], params, timeout_s=60, model=name or "base"
+                )
+                assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+            assert re.fullmatch("[a-z]{4,6}[0-9]{2}", found[0].text)
+            texts.add(found[0].text)
+    assert len(texts) > 1, "adapters change structured outputs, too"
 
 
 def test_a_switch_under_load_gives_no_token_of_another_version(

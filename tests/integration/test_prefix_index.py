@@ -31,7 +31,7 @@ from baton.link.words import (
 from baton.serving.rpc import RpcServer
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
-from router.fleet.node import LegDelta, Node
+from router.fleet.node import LegDelta, LegWork, Node
 from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
@@ -103,7 +103,7 @@ class Site:
         number, inbox = next(self._numbers), Inbox()
         request_id = f"r{number}"
         for node in (prefill, decode):
-            node.open_leg(request_id, number, 0, inbox)
+            node.open_leg(request_id, number, inbox, LegWork(num_tokens=0))
         shared = {
             "request_id": request_id,
             "epoch": number,

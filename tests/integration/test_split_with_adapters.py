@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,72 +21,97 @@ import pytest
 from baton.adapters.files import adapter_digest
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import ADAPTER_MISSING, NodeRole, RequestError
+from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2
 from engine import LLM
+from tests.fakes.adapter_files import cache, install
 from tests.fakes.hand_router import HandRouter, until
 from tests.numerics.family_checkpoints import FAMILIES
-from tests.numerics.peft_adapters import certain_prompts, make_adapter
+from tests.numerics.peft_adapters import PeftAdapter, certain_prompts, make_adapter
+from tests.numerics.test_adapters_of_each_family import make_model, names_of_targets
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
 VOCAB_SIZE = 61
-NUM_OUTPUTS = 8
+NUM_OUTPUTS = 16
 NUM_TOKENS = 30
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0, ignore_eos=True, seed=1)
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
-# Target modules of each family's adapters.
-FAMILIES_HERE = {
-    "LlamaForCausalLM": ALL,
-    "Qwen3ForCausalLM": ALL,
-    "Qwen3MoeForCausalLM": ATTENTION,
-    "Qwen3NextForCausalLM": ATTENTION,
-}
-OPTIONS = {"dtype": "float32", "block_size": 4, "long_prefill_token_threshold": 8}
-
-
-def make_scene(architecture: str, root: Path) -> tuple[Any, dict[str, Any]]:
-    """Make a model with two adapters below ``root``."""
-    variants = FAMILIES[architecture].variants if architecture in FAMILIES else {"plain": {}}
-    shape = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.4, "max_position_embeddings": 128}
-    theirs = make_hugging_face_model(architecture, **(shape | dict(next(iter(variants.values())))))
-    save(theirs, root / "model")
-    targets = FAMILIES_HERE[architecture]
-    made = {
-        name: make_adapter(theirs, root / "adapters" / name, seed, target_modules=targets, **config)
-        for seed, (name, config) in enumerate(
-            {
-                "one": {"r": 8, "lora_alpha": 16},
-                "two": {"r": 4, "lora_alpha": 4, "use_dora": True, "use_rslora": True},
-            }.items()
+# Families, and the ranks of each node: one with experts, one with states, three dense ones. Another
+# test below is of a dense one.
+FAMILIES_HERE = [
+    ("Qwen3MoeForCausalLM", 1),
+    ("Qwen3NextForCausalLM", 1),
+    *(
+        pytest.param(name, num_ranks, marks=pytest.mark.large)
+        for name, num_ranks in (
+            ("LlamaForCausalLM", 1),
+            ("Gemma3ForCausalLM", 1),
+            ("Phi3ForCausalLM", 2),
+            ("Qwen3MoeForCausalLM", 2),
+            ("Qwen3NextForCausalLM", 2),
         )
-    }
+    ),
+]
+TWO: dict[str, dict[str, Any]] = {
+    "one": {"r": 8, "lora_alpha": 16},
+    "two": {"r": 4, "lora_alpha": 4, "use_dora": True, "use_rslora": True},
+}
+EIGHT: dict[str, dict[str, Any]] = {
+    f"{kind}{rank}": {"r": rank, "lora_alpha": 8, **more}
+    for rank in (8, 16, 64, 256)
+    for kind, more in (("lora", {}), ("dora", {"use_dora": True}))
+}
+# Blocks of 4 tokens, for which requests wait and take turns.
+NUM_BLOCKS = 60
+
+
+def make_scene(
+    architecture: str, root: Path, kinds: Mapping[str, Mapping[str, Any]]
+) -> tuple[Any, dict[str, PeftAdapter]]:
+    """Make a model with adapters of all targets below ``root``; PEFT has no DoRA for experts."""
+    theirs = make_model(architecture, next(iter(FAMILIES[architecture].variants)))
+    save(theirs, root / "model")
+    targets, stacked = names_of_targets(architecture, theirs)
+    made = {}
+    for seed, (name, config) in enumerate(kinds.items()):
+        parameters = [] if config.get("use_dora") else stacked
+        more = {"target_modules": targets, "target_parameters": parameters}
+        made[name] = make_adapter(theirs, root / "adapters" / name, seed, **more, **config)
     return theirs, made
 
 
-def start_nodes(options: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+def start_nodes(
+    options: Sequence[str], of_decode: Sequence[str] = ()
+) -> list[subprocess.Popen[bytes]]:
     """Start a node of each role."""
     return [
-        subprocess.Popen([sys.executable, "-m", "baton", role, *options])
-        for role in ("prefill", "decode")
+        subprocess.Popen([sys.executable, "-m", "baton", role, *options, *more])
+        for role, more in (("prefill", ()), ("decode", of_decode))
     ]
 
 
 @contextlib.asynccontextmanager
-async def running_pair(root: Path, adapters: Sequence[str]) -> AsyncIterator[HandRouter]:
-    """Run a prefill and a decode node that load these adapters at start."""
+async def running_pair(
+    root: Path, adapters: Sequence[str], *more: str, of_decode: Sequence[str] = ()
+) -> AsyncIterator[HandRouter]:
+    """Run a prefill and a decode node that load these adapters at start.
+
+    Args:
+        more: further options of both nodes.
+        of_decode: further options of the decode node.
+    """
     router = HandRouter()
     await router.start()
     options = [
         "--model", str(root / "model"), "--router", router.address, "--dtype", "float32",
         "--block-size", "4", "--long-prefill-token-threshold", "8", "--kv-cache-memory", "16M",
-        "--max-adapters", "2", "--adapter-root", str(root / "adapters"), "--num-threads", "1",
-        "--drain-timeout-s", "0",
+        "--max-adapters", str(max(2, len(adapters))), "--adapter-root", str(root / "adapters"),
+        "--num-threads", "1", "--drain-timeout-s", "0", *more,
     ]  # fmt: skip
     for name in adapters:
         options += ["--adapter", name]
-    nodes = start_nodes(options)
+    nodes = start_nodes(options, of_decode)
     try:
         await router.wait_for_pair()
         yield router
@@ -95,30 +123,47 @@ async def running_pair(root: Path, adapters: Sequence[str]) -> AsyncIterator[Han
         await router.stop()
 
 
-@pytest.mark.parametrize("architecture", FAMILIES_HERE)
-def test_split_equals_one_process_and_peft(architecture: str, tmp_path: Path) -> None:
-    theirs, made = make_scene(architecture, tmp_path)
+@pytest.mark.parametrize(("architecture", "num_ranks"), FAMILIES_HERE)
+def test_split_equals_one_process_and_peft(
+    architecture: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """Eight adapters and the base model: in chunks, preempted, with prefix hits the second time."""
+    theirs, made = make_scene(architecture, tmp_path, EIGHT)
     digests = {name: adapter_digest(one.folder) for name, one in made.items()} | {"": ""}
     models = {"": theirs, **{name: one.model for name, one in made.items()}}
-    expected = {
-        name: certain_prompts(model, 2, NUM_TOKENS, NUM_OUTPUTS, VOCAB_SIZE, seed=len(name))
+    rows = [
+        (name, *one)
         for name, model in models.items()
-    }
-    rows = [(name, *one) for name, both in expected.items() for one in both]
+        for one in certain_prompts(model, 2, NUM_TOKENS, NUM_OUTPUTS, VOCAB_SIZE, seed=len(name))
+    ]
+    rows = rows[::2] + rows[1::2]  # adapters alternate
     llm = LLM(
         str(tmp_path / "model"),
-        num_blocks=400,
+        dtype="float32",
+        block_size=4,
+        num_blocks=NUM_BLOCKS,
+        long_prefill_token_threshold=8,
         adapters={name: one.folder for name, one in made.items()},
-        **OPTIONS,
     )
-    alone = llm.generate([row[1] for row in rows], GREEDY, adapter=[row[0] for row in rows])
-    assert [list(one.token_ids) for one in alone] == [output for _, _, output in rows]
-
-    crossed = expected[""][0][0]  # a prompt that was the base model's
-    [expected_crossed] = llm.generate([crossed], GREEDY, adapter="one")
+    for _ in range(2):
+        alone = llm.generate([row[1] for row in rows], GREEDY, adapter=[row[0] for row in rows])
+        for (name, _, output), completion in zip(rows, alone, strict=True):
+            assert list(completion.token_ids) == output, name
+    assert llm.engine.metrics().preemptions_total > 0
+    again = rows[1]
+    for _ in range(2):
+        [completion] = llm.generate([again[1]], GREEDY, adapter=again[0])
+        assert list(completion.token_ids) == again[2]
+    assert llm.engine.metrics().cached_prompt_tokens_total > 0
+    crossed = rows[0][1]  # a prompt that was the base model's
+    [expected_crossed] = llm.generate([crossed], GREEDY, adapter="lora8")
+    metrics = free_address()
+    ranks = ["--tensor-parallel-size", str(num_ranks)]
+    of_decode = ["--num-blocks", str(NUM_BLOCKS), "--preemption", "recompute"]
+    of_decode += ["--metrics-listen", metrics]
 
     async def check() -> None:
-        async with running_pair(tmp_path, list(made)) as router:
+        async with running_pair(tmp_path, list(made), *ranks, of_decode=of_decode) as router:
             await until_reported(router, {digests[name] for name in made})
             for _ in range(2):  # the second time the nodes know the prompts
                 answers = await asyncio.gather(
@@ -127,11 +172,23 @@ def test_split_equals_one_process_and_peft(architecture: str, tmp_path: Path) ->
                 for (name, _, output), answer in zip(rows, answers, strict=True):
                     assert answer.errors == []
                     assert answer.output == output, name
-            answer = await router.ask(crossed, GREEDY, digests["one"])
+            for _ in range(2):
+                answer = await router.ask(again[1], GREEDY, digests[again[0]])
+                assert answer.output == again[2]
+            assert answer.num_cached_tokens > 0
+            answer = await router.ask(crossed, GREEDY, digests["lora8"])
             assert answer.num_cached_tokens == 0, "the base model's KV is of no use"
             assert answer.output == list(expected_crossed.token_ids)
+            page = await asyncio.to_thread(read_page, f"http://{metrics}/metrics")
+            assert not re.search(r"^baton:preemptions_total.* 0\.0$", page, re.MULTILINE), page
 
     asyncio.run(check())
+
+
+def read_page(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=20) as response:
+        text: str = response.read().decode()
+        return text
 
 
 async def until_reported(router: HandRouter, digests: set[str]) -> None:
@@ -140,8 +197,16 @@ async def until_reported(router: HandRouter, digests: set[str]) -> None:
     await until(lambda: all(set(node.beat.adapters) == digests for node in nodes))
 
 
-def test_operators_load_and_unload_while_nodes_serve(tmp_path: Path) -> None:
-    theirs, made = make_scene("LlamaForCausalLM", tmp_path)
+def test_operators_load_and_unload_while_nodes_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, made = make_scene("LlamaForCausalLM", tmp_path, TWO)
+    hub, site = tmp_path / "hub", tmp_path / "site"
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    shutil.copytree(made["two"].folder, cache(hub, "team/two"), dirs_exist_ok=True)
+    shutil.copytree(made["one"].folder, site / "habit")
+    install(site, "habit-adapter", [f"habit/{one.name}" for one in (site / "habit").iterdir()])
     digests = {name: adapter_digest(one.folder) for name, one in made.items()}
     (prompt, output), _ = certain_prompts(theirs, 2, NUM_TOKENS, NUM_OUTPUTS, VOCAB_SIZE)
     adapted, by_two = (
@@ -169,7 +234,7 @@ def test_operators_load_and_unload_while_nodes_serve(tmp_path: Path) -> None:
                 assert error.code == ADAPTER_MISSING
                 assert error.message.startswith(f"adapter: {one[:12]} is not loaded here")
             assert answer.errors
-            assert await load(router, one, "one") == [one, one]
+            assert await load(router, one, "habit-adapter") == [one, one]
             await until_reported(router, {one})
             assert (await router.ask(adapted[0], GREEDY, one)).output == adapted[1]
             assert (await router.ask(prompt, GREEDY)).output == output
@@ -202,7 +267,7 @@ def test_operators_load_and_unload_while_nodes_serve(tmp_path: Path) -> None:
             assert answer.output == expected, "the base model's KV was cached for the adapter"
             await until_reported(router, {one})
             for _ in range(2):
-                answer = await router.ask(by_two[0], GREEDY, two, source="two")
+                answer = await router.ask(by_two[0], GREEDY, two, source="team/two")
                 assert answer.output == by_two[1], "both nodes load it when they are asked for it"
             await until_reported(router, {one, two})
             answer = await router.ask(by_two[0], GREEDY, "0" * 64, source="two")
@@ -213,7 +278,7 @@ def test_operators_load_and_unload_while_nodes_serve(tmp_path: Path) -> None:
 
 
 def test_a_node_that_cannot_load_its_adapters_does_not_start(tmp_path: Path) -> None:
-    make_scene("LlamaForCausalLM", tmp_path)
+    make_scene("LlamaForCausalLM", tmp_path, TWO)
     other = make_hugging_face_model("LlamaForCausalLM", hidden_size=48)
     save(other, tmp_path / "other")
     for options, problem in (
@@ -222,8 +287,10 @@ def test_a_node_that_cannot_load_its_adapters_does_not_start(tmp_path: Path) -> 
             ["--max-adapters", "1", "--adapter", "one", "--adapter", "two"],
             "max-adapters: must be at least 2 for that many --adapter, got 1",
         ),
-        (["--max-adapters", "1", "--adapter", "none"], "none: no such folder"),
-        (["--max-adapters", "1", "--tensor-parallel-size", "2"], "computed by one rank"),
+        (
+            ["--max-adapters", "1", "--adapter", "none"],
+            "'none': no such folder or file below --adapter-root",
+        ),
         (
             ["--model", str(tmp_path / "other"), "--max-adapters", "1", "--adapter", "one"],
             "was it trained for another base model?",

@@ -17,7 +17,7 @@ import baton_kernels
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from baton_kernels import dispatch, reference
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.attention.triton import TritonAttention
 from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.worker.chunks import chunk_graphs
@@ -25,7 +25,7 @@ from engine.worker.chunks.chunk_graphs import ChunkGraphs, chunk_sizes, reason_a
 from engine.worker.graph_capture import DeviceCapture
 from engine.worker.inputs.prepared_step import ModelInput
 from engine.worker.kv_cache import allocate_kv_cache, kv_cache_spec
-from engine.worker.make_runner import make_model_runner
+from engine.worker.make_runner import LoadedModel, make_model_runner
 from engine.worker.model_runner import NO_HOOKS
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
@@ -74,8 +74,8 @@ class Runner:
         spec = kv_cache_spec(model.kv_layers, BLOCK_SIZE, torch.float32)
         self.memory = allocate_kv_cache(spec, NUM_BLOCKS, DEVICE)
         self.runner = make_model_runner(
-            model, self.memory, spec, OPTIONS, ("triton",), MAX_LEN, with_chunks=True,
-            samples_on_device=False,
+            LoadedModel(model, spec, OPTIONS, DEVICE, ("triton",)), self.memory, MAX_LEN,
+            with_chunks=True, samples_on_device=False,
         )  # fmt: skip
         self.caches = [cache for cache in spec.layer_caches(self.memory) if torch.is_tensor(cache)]
 
@@ -179,7 +179,9 @@ def test_captured_attention_is_that_of_the_step_it_was_told(window: int | None) 
 
     def attend() -> Tensor:
         backend.plan_captured(static)
-        return backend.run(query, cache, static, scale=0.25, sliding_window=window)
+        return backend.run(
+            query, cache, static, AttentionOptions(scale=0.25, sliding_window=window)
+        )
 
     assert not attend().any()  # nobody is there yet
     for query_lens, seq_lens in LENS.values():

@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from baton_kernels import FP8, Routing, reference
+from baton_kernels.attention.base import AttentionOptions
 from baton_kernels.attention.triton_invariant import InvariantTritonAttention
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.triton.experts import experts
@@ -106,7 +107,7 @@ class Texts:
         self.backend.plan(metadata)
         if "sinks" in options:
             options = {"sinks": torch.linspace(-1, 1, query.shape[1])}
-        out = self.backend.run(query, self.cache, metadata, scale=0.2, **options)
+        out = self.backend.run(query, self.cache, metadata, AttentionOptions(scale=0.2, **options))
         expected = reference.paged_attention(
             *(query, self.cache.float(), table, metadata.query_lens, metadata.seq_lens_host),
             scale=0.2, **options,

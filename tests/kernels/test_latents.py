@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import reference
-from baton_kernels.attention.base import AttentionMetadata, as_keys_and_values
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions, as_keys_and_values
 from baton_kernels.attention.triton_latents import TritonLatentAttention
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.numerics.paged import make_metadata, make_tables
@@ -68,8 +68,12 @@ def attend(
     backend = TritonLatentAttention()
     backend.plan(on_device)
     keys = as_keys_and_values(cache.to(device))
-    found = backend.run(query.to(device), keys, on_device, scale=0.2, value_dim=rank)
+    found = backend.run(
+        query.to(device), keys, on_device, AttentionOptions(scale=0.2, value_dim=rank)
+    )
     if query.shape[1] < 32:  # interpreted, the most heads take seconds: a second layer of them, too
-        again = backend.run(query.to(device), keys, on_device, scale=0.2, value_dim=rank)
+        again = backend.run(
+            query.to(device), keys, on_device, AttentionOptions(scale=0.2, value_dim=rank)
+        )
         assert torch.equal(found, again)  # it finds the plan of the first
     return found.cpu()

@@ -22,7 +22,7 @@ from engine.executors.uniproc import worker_of
 from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
 from engine.worker.inputs.prepared_step import StagedStep
-from engine.worker.make_runner import make_model_runner
+from engine.worker.make_runner import LoadedModel, make_model_runner
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.drafting_executor import DraftingExecutor, outputs_of
 from tests.kernels.conftest import DEVICE
@@ -53,12 +53,11 @@ def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool, model: s
     options = {**SMALL, "device": str(device), "async_scheduling": asynchronous}
     llm = LLM(model, cuda_graphs=False, **options)
     engine = llm.engine
-    worker_of(engine.executor).runner = runner = make_model_runner(
-        worker_of(engine.executor).runner._model,
+    spec, worker = engine.kv_memory.spec, worker_of(engine.executor)
+    backends = ("triton",) * spec.num_groups
+    worker.runner = runner = make_model_runner(
+        LoadedModel(worker.runner._model, spec, EngineConfig(**options), device, backends),
         engine.kv_memory.tensor,
-        engine.kv_memory.spec,
-        EngineConfig(**options),
-        ("triton",) * engine.kv_memory.spec.num_groups,
         engine.max_model_len,
         with_graphs=graphs,
         samples_on_device=True,

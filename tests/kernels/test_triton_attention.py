@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import GridExecutor, interpreter_builder
 
 from baton_kernels import reference
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.attention.triton import TritonAttention
 from baton_kernels.triton import decode_attention, varlen_attention
 from baton_kernels.triton.attention_tile import PagedShape
@@ -80,9 +80,7 @@ class Layer:
             self.query,
             self.kv_cache,
             self.metadata,
-            scale=SCALE,
-            sliding_window=window,
-            soft_cap=soft_cap,
+            AttentionOptions(scale=SCALE, sliding_window=window, soft_cap=soft_cap),
         )
 
     def check(
@@ -166,7 +164,7 @@ def test_one_captured_size_serves_fewer_requests() -> None:
         block_table=live.block_table,
     )
     backend.plan(replayed)
-    out = backend.run(smaller.query, smaller.kv_cache, replayed, scale=SCALE)
+    out = backend.run(smaller.query, smaller.kv_cache, replayed, AttentionOptions(scale=SCALE))
     smaller.check(out)
     assert torch.equal(out[2:], torch.zeros_like(out[2:]))
     assert backend._buffers == buffers, "a graph holds addresses of buffers that were given back"
@@ -377,5 +375,5 @@ def test_a_layer_of_decodes_is_one_launch(
     backend = TritonAttention()
     backend.plan(layer.metadata)
     for _ in range(2):  # layers
-        backend.run(layer.query, layer.kv_cache, layer.metadata, scale=SCALE)
+        backend.run(layer.query, layer.kv_cache, layer.metadata, AttentionOptions(scale=SCALE))
     assert launched == ["plan_decodes", *["decode_attention"] * 2]

@@ -56,6 +56,12 @@ def make_adapter(theirs: Any, folder: Path, seed: int = 0, **config: Any) -> Pef
     return PeftAdapter(folder, model)
 
 
+def logprob_of(model: Any, prompt: Sequence[int], output: Sequence[int]) -> float:
+    """Return the log-probability of an output behind a prompt, by a model of transformers."""
+    rows = logits_of(model, [*prompt, *output]).log_softmax(-1)[len(prompt) - 1 : -1]
+    return float(rows[torch.arange(len(output)), torch.tensor(list(output))].sum())
+
+
 def greedy_tokens(
     model: Any, prompt: Sequence[int], num_tokens: int, least_margin: float = CLEAR_CUT
 ) -> list[int] | None:

@@ -20,7 +20,13 @@ from models.config import ModelConfig
 from models.family import TextPart
 from models.registry import MODELS
 from tests.numerics.family_checkpoints import FAMILIES, richest_variants
-from tests.numerics.peft_adapters import certain_prompts, logits_of, make_adapter
+from tests.numerics.peft_adapters import (
+    PeftAdapter,
+    certain_prompts,
+    logits_of,
+    logprob_of,
+    make_adapter,
+)
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 pytestmark = pytest.mark.medium
@@ -44,6 +50,20 @@ CASES = [
 ]
 
 
+def assert_several_outputs(
+    llm: LLM, name: str, model: Any, prompt: list[int], output: list[int]
+) -> None:
+    """Compare equal outputs of one request, and a beam search, with PEFT."""
+    twice = SamplingParams(max_tokens=len(output), temperature=0, ignore_eos=True, n=2)
+    completions = llm.generate([prompt], twice, adapter=name)
+    assert [list(one.token_ids) for one in completions] == [output, output]
+    [[best, other]] = llm.beam_search([prompt], beam_width=2, max_tokens=3, adapter=name)
+    for beam in (best, other):
+        expected = logprob_of(model, prompt, beam.token_ids)
+        assert beam.logprob == pytest.approx(expected, abs=5e-3), name
+    assert best.logprob >= logprob_of(model, prompt, output[:3]) - 5e-3
+
+
 OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj", ".gate", ".w1", ".w2", ".w3")
 
 
@@ -64,6 +84,33 @@ def is_of_experts(name: str, parameter: nn.Parameter) -> bool:
     return is_router or (parameter.dim() == 3 and ".experts." in name)
 
 
+def linears_of(theirs: Any) -> set[str]:
+    every = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)}
+    return {name for name in every if ".visual." not in name}
+
+
+def names_of_targets(architecture: str, theirs: Any) -> tuple[list[str], list[str]]:
+    """Return the linear layers and the parameters of experts that PEFT can adapt."""
+    names = sorted(linears_of(theirs) - {"lm_head"})
+    stacked = [name for name, one in theirs.named_parameters() if is_of_experts(name, one)]
+    if stacked:  # PEFT takes these names for parameters of experts, wherever they are
+        names = [name for name in names if not name.endswith(OF_EXPERTS)]
+    if architecture == "NemotronHForCausalLM":  # PEFT refuses these, for the sake of CUDA kernels
+        names = [name for name in names if not name.endswith(".out_proj")]
+    assert len({name.rpartition(".")[2] for name in names}) >= 2
+    return names, stacked
+
+
+def adapt_all(architecture: str, theirs: Any, root: Path) -> dict[str, PeftAdapter]:
+    """Make adapters of all targets: one of LoRA, and one of DoRA where PEFT has DoRA."""
+    names, stacked = names_of_targets(architecture, theirs)
+    plain = {"r": 3, "lora_alpha": 5, "target_modules": names}
+    return {  # PEFT has no DoRA for parameters
+        "lora": make_adapter(theirs, root / "lora", 1, **plain, target_parameters=stacked),
+        "dora": make_adapter(theirs, root / "dora", 2, use_dora=True, **plain),
+    }
+
+
 @pytest.mark.parametrize(("architecture", "variant"), CASES)
 def test_all_targets_together_and_one_by_one(
     architecture: str, variant: str, tmp_path: Path
@@ -71,21 +118,8 @@ def test_all_targets_together_and_one_by_one(
     theirs = make_model(architecture, variant)
     folder = save(theirs, tmp_path / "model")
     targets = Targets.of(ModelConfig.from_folder(folder))
-    every = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)}
-    linears = {name for name in every if ".visual." not in name}
-    assert linears <= targets.by_name.keys()
-    names = sorted(linears - {"lm_head"})
-    stacked = [name for name, one in theirs.named_parameters() if is_of_experts(name, one)]
-    if stacked:  # PEFT takes these names for parameters of experts, wherever they are
-        names = [name for name in names if not name.endswith(OF_EXPERTS)]
-    if architecture == "NemotronHForCausalLM":  # PEFT refuses these, for the sake of CUDA kernels
-        names = [name for name in names if not name.endswith(".out_proj")]
-    assert len({name.rpartition(".")[2] for name in names}) >= 2
-    plain = {"r": 3, "lora_alpha": 5, "target_modules": names}
-    made = {  # PEFT has no DoRA for parameters
-        "lora": make_adapter(theirs, tmp_path / "lora", 1, **plain, target_parameters=stacked),
-        "dora": make_adapter(theirs, tmp_path / "dora", 2, use_dora=True, **plain),
-    }
+    assert linears_of(theirs) <= targets.by_name.keys()
+    made = adapt_all(architecture, theirs, tmp_path)
     llm = LLM(
         str(folder),
         dtype="float32",
@@ -112,6 +146,7 @@ def test_all_targets_together_and_one_by_one(
         theirs_all = logits_of(made[name].model, prompt).log_softmax(-1)
         chosen = theirs_all[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
         assert float((ours - chosen).abs().max()) < 2e-3, name
+        assert_several_outputs(llm, name, made[name].model, *expected[name][0])
 
 
 SINGLE = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")

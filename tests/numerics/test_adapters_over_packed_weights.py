@@ -15,7 +15,7 @@ from baton_kernels import PackedWeight, WeightFormat
 from baton_kernels.dispatch import native_ops
 from models.adapters.experts import FIRST, AdaptedExperts
 from models.adapters.factors import Factors
-from models.adapters.low_rank import make_low_rank
+from models.adapters.low_rank import Piece, make_low_rank
 from models.adapters.slots import AdaptedLinear
 from models.adapters.step import StepSpans
 from models.adapters.targets import TargetPart
@@ -51,7 +51,7 @@ def test_the_product_is_added_to_the_packed_layers_own(
     packed = PackedWeight.pack(weight, bias, format_, WIDTH)
     layer, step = PackedLinear(packed, activation=activation), StepSpans()
     site = AdaptedLinear(layer, step)
-    piece = (factors, [TargetPart("", slice(None))])
+    piece = Piece(factors, [TargetPart("", slice(None))])
     site.loaded["it"] = make_low_rank(layer, adapter.files, [piece], dtype, WIDTH)
     x = torch.randn(5, INPUTS).to(dtype)
     step.spans = (AdapterSpan("it", 1, 3), AdapterSpan("another", 3, 4))
@@ -90,7 +90,7 @@ def test_experts_of_packed_mixtures(format_: WeightFormat, inner: int, tmp_path:
     adapter, factors = adapter_of(tmp_path, INPUTS, inner)
     site = AdaptedExperts(moe, step)
     ups = TargetPart(f"model.layers.0.mlp.{FIRST}", slice(inner, 2 * inner), None, 2)
-    part = site.make(adapter.files, [(factors, [ups])], torch.float32, WIDTH)
+    part = site.make(adapter.files, [Piece(factors, [ups])], torch.float32, WIDTH)
     x, ids = torch.randn(6, INPUTS), torch.tensor([[0, 1], [2, 3], [2, 0], [1, 3], [2, 1], [0, 2]])
     weights = torch.rand(6, 2)
     plain = moe.mix(x, ids, weights, None, None)
@@ -122,7 +122,7 @@ def test_gated_layers_without_packing(tmp_path: Path) -> None:
     layer: Any = GatedLinear(INPUTS, {"gate": OUTPUTS // 2, "up": OUTPUTS // 2}, bias=False)
     step = StepSpans()
     site = AdaptedLinear(layer, step)
-    piece = (factors, [TargetPart("", slice(None))])
+    piece = Piece(factors, [TargetPart("", slice(None))])
     site.loaded["it"] = make_low_rank(layer, adapter.files, [piece], torch.float32, WIDTH)
     step.spans = (AdapterSpan("it", 0, 2),)
     x = torch.randn(3, INPUTS)

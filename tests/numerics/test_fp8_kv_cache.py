@@ -11,6 +11,7 @@ from torch import Tensor
 import baton_kernels as ops
 from baton_kernels import FP8, reference
 from baton_kernels.attention import ATTENTION_BACKENDS
+from baton_kernels.attention.base import AttentionOptions
 from baton_kernels.dispatch import native_ops
 from tests.numerics.paged import make_cache, make_metadata, make_tables
 
@@ -135,7 +136,9 @@ def test_backends_of_the_cpu(name: str, dtype: torch.dtype, ratio: int, head_dim
     layer = Layer(dtype, (1.0, 1.0), head_dim, ratio)
     backend = ATTENTION_BACKENDS.load(name)()
     backend.plan(layer.metadata)
-    found = backend.run(layer.query, layer.cache, layer.metadata, scale=layer.scale)
+    found = backend.run(
+        layer.query, layer.cache, layer.metadata, AttentionOptions(scale=layer.scale)
+    )
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     expected = layer.attend(layer.cache, layer.scale)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -152,7 +155,7 @@ def test_every_code_is_read_as_its_number(dtype: torch.dtype, ratio: int, head_d
     backend = ATTENTION_BACKENDS.load("native")()
     backend.plan(layer.metadata)
     found, expected = (
-        backend.run(layer.query, cache, layer.metadata, scale=layer.scale / 64)
+        backend.run(layer.query, cache, layer.metadata, AttentionOptions(scale=layer.scale / 64))
         for cache in (numbers, numbers.to(dtype))
     )
     assert found.abs().max() > 1
@@ -167,7 +170,9 @@ def test_what_is_no_number_shows(dtype: torch.dtype) -> None:
     layer.cache[block, 1, :, 0] = codes.view(FP8)
     backend = ATTENTION_BACKENDS.load("native")()
     backend.plan(layer.metadata)
-    found = backend.run(layer.query, layer.cache, layer.metadata, scale=layer.scale)
+    found = backend.run(
+        layer.query, layer.cache, layer.metadata, AttentionOptions(scale=layer.scale)
+    )
     last = sum(layer.query_lens) - 1
     torch.testing.assert_close(found[last], codes.view(FP8).to(dtype), equal_nan=True)
 

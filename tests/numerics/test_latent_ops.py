@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from baton_kernels import PackedWeight, WeightFormat, dispatch, reference
 from baton_kernels.attention import ATTENTION_BACKENDS
-from baton_kernels.attention.base import as_keys_and_values
+from baton_kernels.attention.base import AttentionOptions, as_keys_and_values
 from tests.covering import covering
 from tests.numerics.paged import make_metadata, make_tables
 from tests.numerics.tolerances import assert_close
@@ -67,7 +67,9 @@ class Texts:
         attention.plan(metadata)
         cache = as_keys_and_values(self.cache)
         scale = query.shape[-1] ** -0.5
-        out = attention.run(query, cache, metadata, scale=scale, value_dim=self.rank)
+        out = attention.run(
+            query, cache, metadata, AttentionOptions(scale=scale, value_dim=self.rank)
+        )
         assert out.shape == (*query.shape[:2], self.rank)
         return list(torch.split(out, lens))
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import baton_kernels as ops
 from baton_kernels import GroupedIntegers, Groups, WeightFormat, dispatch, reference
+from baton_kernels.attention.base import AttentionOptions
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.native.ops import NativeOps
 from tests.covering import covering
@@ -431,7 +432,7 @@ def test_paged_attention(
     cache = cache.to(dtype)
     backend = NativeAttention()
     backend.plan(metadata)
-    found = backend.run(query, cache, metadata, scale=0.2, **options)  # type: ignore[arg-type]
+    found = backend.run(query, cache, metadata, AttentionOptions(scale=0.2, **options))  # type: ignore[arg-type]
     expected = reference.paged_attention(
         *(query, cache, table, query_lens, seq_lens),
         scale=0.2,

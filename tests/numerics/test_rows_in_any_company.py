@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import dispatch, reference
+from baton_kernels.attention.base import AttentionOptions
 from baton_kernels.attention.native import NativeAttention
 from baton_kernels.reference import FP8
 from tests.covering import covering
@@ -62,7 +63,8 @@ class Texts:
         backend.plan(metadata)
         sinks = torch.linspace(-1, 1, query.shape[1]) if options == SINKS else None
         options = {} if options == SINKS else options
-        out = backend.run(query, self.cache, metadata, scale=0.2, sinks=sinks, **options)  # type: ignore[arg-type]
+        how = AttentionOptions(scale=0.2, sinks=sinks, **options)  # type: ignore[arg-type]
+        out = backend.run(query, self.cache, metadata, how)
         return list(torch.split(out, lens))
 
 

@@ -19,7 +19,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.link import wire
 from baton.link.words import DecodeTime, NodeBeat, NodeRole, PeerReport, StepTime
 from baton.v1 import node_pb2, types_pb2
-from router.fleet.node import Node
+from router.fleet.node import LegWork, Node
 from router.fleet.node_claims import registration_problem
 from tests.fakes.router.nodes import HandNode, make_registration, token, token_1
 from tests.fakes.router.router_scene import Scene, assert_idle
@@ -181,7 +181,7 @@ def test_whatever_a_node_says_no_other_nodes_request_notices(
         else:
             bad.reach(scene.decode)
         # A request of its own is there, too.
-        bad.node.open_leg("bad", EPOCH - 1, 10, _Deaf())
+        bad.node.open_leg("bad", EPOCH - 1, _Deaf(), LegWork(num_tokens=10))
         scene.prefill.say(token_1("good", 0, epoch=epoch))
         for index in range(1, 4):
             for message in data.draw(st.lists(MESSAGES, max_size=3)):

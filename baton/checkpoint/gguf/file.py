@@ -226,6 +226,8 @@ def _read(path: Path, content: mmap.mmap, max_header_bytes: int | None) -> GgufF
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = _printable(cursor.text())
+        if key in metadata:
+            raise _BadFileError(f"{key:.100}: is there twice")
         metadata[key] = cursor.value(cursor.scalar("I"))
     stored = list(_tensor_places(cursor, num_tensors))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.adapters.digest import shorten_digest
 from baton.cli.admin.connection import (
     AdminError,
     BaseModelOption,
     ExitCode,
     OutputFormat,
     OutputOption,
-    connection,
+    ask,
 )
-from baton.cli.admin.output import escape, is_json, make_console, make_table, print_json
+from baton.cli.admin.output import escape, is_json, make_console, make_table, print_json, show
 from baton.cli.command_line import CommandLine
 from baton.cli.router_access import OperatorAccess
 
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
-_SHOWN_DIGEST_CHARS = 12
 _LOAD_TIMEOUT_S = 70.0  # nodes read the adapter's files
 _UNLOAD_TIMEOUT_S = 20.0  # requests of the adapter end
 
@@ -38,8 +38,7 @@ adapters = CommandLine(
 @adapters.command("list")
 def list_adapters(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
     """List the adapters that have names or are in a node's memory."""
-    with connection(access) as admin:
-        found: admin_pb2.AdminListAdaptersResponse = admin.call("ListAdapters")
+    found: admin_pb2.AdminListAdaptersResponse = ask(access, "ListAdapters")
     if is_json(output):
         print_json(found)
         return
@@ -50,7 +49,7 @@ def list_adapters(access: OperatorAccess, output: OutputOption = OutputFormat.TA
     for one in found.adapters:
         table.add_row(
             escape(", ".join(one.names)),
-            one.digest[:_SHOWN_DIGEST_CHARS],
+            shorten_digest(one.digest),
             escape(one.source),
             f"{sizes[one.digest] / 2**20:.1f}" if one.digest in sizes else "",
             "yes" if one.pinned else "",
@@ -70,14 +69,18 @@ def load(
         str, typer.Argument(help="New, or the name of an adapter that this one replaces.")
     ],
     source: Annotated[
-        str, typer.Argument(help="The adapter's folder, relative to the nodes' --adapter-root.")
+        str,
+        typer.Argument(
+            help="The adapter's folder or GGUF file below the nodes' --adapter-root, an installed "
+            "package, or a hub id in the machines' caches."
+        ),
     ],
     *,
     digest: Annotated[
         str,
         typer.Option(
             help="What the adapter must be, 64 hex characters. By default the router reads it "
-            "below its own --adapter-root."
+            "from its own copy of the files."
         ),
     ] = "",
     base_model: BaseModelOption = "",
@@ -88,17 +91,16 @@ def load(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Load an adapter on all nodes, and let a name stand for it."""
-    with connection(access) as admin:
-        found = admin.call(
-            "LoadAdapter",
-            timeout_s=_LOAD_TIMEOUT_S,
-            name=name,
-            source=source,
-            digest=digest,
-            model=base_model,
-            pinned=pinned,
-        )
-    _show(found, output)
+    found = ask(
+        *(access, "LoadAdapter"),
+        timeout_s=_LOAD_TIMEOUT_S,
+        name=name,
+        source=source,
+        digest=digest,
+        model=base_model,
+        pinned=pinned,
+    )
+    show(found, output, _print)
 
 
 @adapters.command("alias")
@@ -110,13 +112,9 @@ def alias(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Let a name stand for the adapter that another name stands for now."""
-    with connection(access) as admin:
-        found = admin.call("SetName", name=name, target=target)
-    if is_json(output):
-        print_json(found)
-    else:
-        shown = found.adapter[:_SHOWN_DIGEST_CHARS] or "the base model"
-        make_console().print(f"{escape(found.name)}: {shown}")
+    found = ask(access, "SetName", name=name, target=target)
+    shown = shorten_digest(found.adapter) or "the base model"
+    show(found, output, lambda one: make_console().print(f"{escape(one.name)}: {shown}"))
 
 
 @adapters.command("pin")
@@ -128,9 +126,7 @@ def pin(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Let an adapter keep its slot on nodes when others need one."""
-    with connection(access) as admin:
-        found = admin.call("PinAdapter", name=name, pinned=not undo)
-    _show(found, output)
+    show(ask(access, "PinAdapter", name=name, pinned=not undo), output, _print)
 
 
 @adapters.command("unload")
@@ -141,9 +137,8 @@ def unload(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Remove a name; its adapter leaves nodes once its requests have ended."""
-    with connection(access) as admin:
-        found = admin.call("UnloadAdapter", timeout_s=_UNLOAD_TIMEOUT_S, name=name)
-    _show(found, output)
+    found = ask(access, "UnloadAdapter", timeout_s=_UNLOAD_TIMEOUT_S, name=name)
+    show(found, output, _print)
     if found.num_requests:
         raise AdminError(
             f"{name}: {found.num_requests} requests still run; it leaves with the last one",
@@ -151,13 +146,10 @@ def unload(
         )
 
 
-def _show(found: admin_pb2.AdapterChange, output: OutputFormat) -> None:
-    if is_json(output):
-        print_json(found)
-        return
+def _print(found: admin_pb2.AdapterChange) -> None:
     console = make_console()
-    digest = found.digest[:_SHOWN_DIGEST_CHARS] or "unloaded"
-    before = f", before: {found.previous[:_SHOWN_DIGEST_CHARS]}" if found.previous else ""
+    digest = shorten_digest(found.digest) or "unloaded"
+    before = f", before: {shorten_digest(found.previous)}" if found.previous else ""
     console.print(f"{escape(found.name)}: {digest}{before}")
     for node in found.nodes:
         state = "read, and loaded when a request needs it"  # all slots are in use

@@ -12,16 +12,15 @@ from baton.cli.admin.connection import (
     OptionalNodeArgument,
     OutputFormat,
     OutputOption,
-    connection,
+    ask,
 )
 from baton.cli.admin.output import (
     escape,
     format_seconds,
-    is_json,
     make_console,
     make_table,
     print_first_that_fits,
-    print_json,
+    show,
 )
 from baton.cli.router_access import OperatorAccess
 
@@ -42,12 +41,8 @@ def audit(
 
     On a healthy node, the listed owners hold all references that the node's block pool counts.
     """
-    with connection(access) as admin:
-        found: admin_pb2.AuditResponse = admin.call("Audit", node=node)
-    if is_json(output):
-        print_json(found)
-    else:
-        _print(found)
+    found: admin_pb2.AuditResponse = ask(access, "Audit", node=node)
+    show(found, output, _print)
     if any(_problem(one.ledger) for one in found.nodes):
         raise typer.Exit(ExitCode.ORPHANS)
     if any(one.problem for one in found.nodes):

@@ -153,6 +153,12 @@ def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
         raise typer.Exit(130) from None
 
 
+def ask(access: OperatorAccess, method: str, **fields: Any) -> Any:
+    """Call a method of a router once, as `AdminConnection.call` does."""
+    with connection(access) as admin:
+        return admin.call(method, **fields)
+
+
 def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]:
     """Yield connections to all routers that the address resolves to, one after another.
 

@@ -18,7 +18,7 @@ from baton.cli.admin.connection import (
     connection,
 )
 from baton.cli.admin.nodes import state_of
-from baton.cli.admin.output import is_json, print_json
+from baton.cli.admin.output import is_json, show
 from baton.cli.router_access import OperatorAccess
 
 if TYPE_CHECKING:
@@ -155,7 +155,4 @@ def _left(found: _Node) -> Text:
 
 
 def _print(found: _Node, output: OutputFormat, text: str) -> None:
-    if is_json(output):
-        print_json(found)
-    else:
-        typer.echo(text)
+    show(found, output, lambda _: typer.echo(text))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.admin.connection import OutputFormat, OutputOption, connection
-from baton.cli.admin.output import escape, is_json, make_console, make_table, print_json
+from baton.adapters.digest import shorten_digest
+from baton.cli.admin.connection import OutputFormat, OutputOption, ask
+from baton.cli.admin.output import escape, make_console, make_table, show
 from baton.cli.command_line import CommandLine
 from baton.cli.errors import CommandError
 from baton.cli.router_access import OperatorAccess
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from baton.v1 import admin_pb2
 
-_SHOWN_DIGEST_CHARS = 12
 _USAGE = 2
 
 names = CommandLine(
@@ -32,9 +32,7 @@ names = CommandLine(
 @names.command("list")
 def list_names(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
     """List the names, the default one first."""
-    with connection(access) as admin:
-        found = admin.call("ListNames")
-    _show(found, output)
+    show(ask(access, "ListNames"), output, _print)
 
 
 @names.command("alias")
@@ -66,12 +64,8 @@ def alias(
     if chat_template is not None:
         fields["chat_template"] = _read_template(chat_template)
     given = {field: value for field, value in fields.items() if value is not None}
-    with connection(access) as admin:
-        found = admin.call("SetName", name=name, target=target, **given)
-    if is_json(output):
-        print_json(found)
-    else:
-        make_console().print(_table([found]))
+    found = ask(access, "SetName", name=name, target=target, **given)
+    show(found, output, lambda one: make_console().print(_table([one])))
 
 
 @names.command("remove")
@@ -82,9 +76,7 @@ def remove(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Remove a name; its running requests go on."""
-    with connection(access) as admin:
-        found = admin.call("RemoveName", name=name)
-    _show(found, output)
+    show(ask(access, "RemoveName", name=name), output, _print)
 
 
 def _read_template(path: str) -> str:
@@ -96,11 +88,8 @@ def _read_template(path: str) -> str:
         raise CommandError(f"chat_template: {path}: {error}", _USAGE) from None
 
 
-def _show(found: admin_pb2.ListNamesResponse, output: OutputFormat) -> None:
-    if is_json(output):
-        print_json(found)
-    else:
-        make_console().print(_table(found.names))
+def _print(found: admin_pb2.ListNamesResponse) -> None:
+    make_console().print(_table(found.names))
 
 
 def _table(found: Iterable[admin_pb2.NameDescription]) -> Any:
@@ -109,7 +98,7 @@ def _table(found: Iterable[admin_pb2.NameDescription]) -> Any:
         table.add_row(
             escape(one.name),
             escape(one.model),
-            one.adapter[:_SHOWN_DIGEST_CHARS],
+            shorten_digest(one.adapter),
             escape(one.request_defaults),
             "own" if one.chat_template else "",
             f"[yellow]{escape(one.problem)}[/]" if one.problem else "[green]serving[/]",

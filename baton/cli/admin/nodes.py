@@ -9,6 +9,7 @@ from baton.cli.admin.connection import (
     NodeArgument,
     OutputFormat,
     OutputOption,
+    ask,
     connection,
 )
 from baton.cli.admin.output import (
@@ -41,8 +42,7 @@ def nodes(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """List the nodes that have joined a router, how busy they are, and which nodes they reach."""
-    with connection(access) as admin:
-        response = admin.call("ListNodes")
+    response = ask(access, "ListNodes")
     if is_json(output):
         print_json(response)
         return

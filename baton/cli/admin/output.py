@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,6 +86,14 @@ def print_json(value: Message | Mapping[str, Any]) -> None:
     """Print a message as JSON, with names and units of the proto files."""
     plain = value if isinstance(value, Mapping) else to_plain(value)
     typer.echo(json.dumps(plain, indent=2, allow_nan=False))
+
+
+def show(found: Message, output: OutputFormat, print_found: Callable[[Any], object]) -> None:
+    """Print an answer in the given format; ``print_found`` prints it for people."""
+    if is_json(output):
+        print_json(found)
+    else:
+        print_found(found)
 
 
 def is_json(output: OutputFormat) -> bool:

@@ -6,20 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.admin.connection import (
-    OutputFormat,
-    OutputOption,
-    connection,
-)
+from baton.cli.admin.connection import OutputFormat, OutputOption, ask
 from baton.cli.admin.output import (
     escape,
     format_count,
     format_seconds,
-    is_json,
     make_console,
     make_table,
     print_first_that_fits,
-    print_json,
+    show,
 )
 from baton.cli.router_access import OperatorAccess
 
@@ -37,12 +32,7 @@ _SHOWN_CHARS = 12
 
 def quarantine(*, access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
     """List the requests that are refused because nodes died while computing an equal one."""
-    with connection(access) as admin:
-        found = admin.call("ListQuarantine")
-    if is_json(output):
-        print_json(found)
-    else:
-        _print(found)
+    show(ask(access, "ListQuarantine"), output, _print)
 
 
 def _print(found: admin_pb2.ListQuarantineResponse) -> None:
@@ -74,9 +64,5 @@ def release(
 ) -> None:
     """Stop refusing a quarantined request."""
     name = "" if fingerprint == "all" else fingerprint
-    with connection(access) as admin:
-        found = admin.call("ReleaseQuarantine", fingerprint=name)
-    if is_json(output):
-        print_json(found)
-    else:
-        make_console().print(f"{found.num_released} released")
+    found = ask(access, "ReleaseQuarantine", fingerprint=name)
+    show(found, output, lambda one: make_console().print(f"{one.num_released} released"))

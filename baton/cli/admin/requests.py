@@ -12,6 +12,7 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     TenantOption,
+    ask,
     connection,
 )
 from baton.cli.admin.output import (
@@ -69,8 +70,7 @@ def trace(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show when each thing happened to one of the router's last requests."""
-    with connection(access) as admin:
-        found = admin.call("Trace", request_id=request_id, tenant=tenant)
+    found = ask(access, "Trace", request_id=request_id, tenant=tenant)
     if is_json(output):
         print_json(found)
         return
@@ -94,8 +94,7 @@ def abort(
     access: OperatorAccess,
 ) -> None:
     """End an open request, on its nodes too; its client is told CANCELLED."""
-    with connection(access) as admin:
-        admin.call("Abort", request_id=request_id, tenant=tenant)
+    ask(access, "Abort", request_id=request_id, tenant=tenant)
     typer.echo(f"{request_id} is ended")
 
 

@@ -11,7 +11,7 @@ from baton.cli.admin.connection import (
     BaseModelOption,
     OutputFormat,
     OutputOption,
-    connection,
+    ask,
 )
 from baton.cli.admin.output import (
     escape,
@@ -43,8 +43,7 @@ def stats(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Show how many requests came, how they ended, and how long they took."""
-    with connection(access) as admin:
-        found = admin.call("GetStats", window_s=window_s, model=base_model)
+    found = ask(access, "GetStats", window_s=window_s, model=base_model)
     if is_json(output):
         print_json(found)
         return

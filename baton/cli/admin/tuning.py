@@ -14,7 +14,7 @@ from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
     ServerArgument,
-    connection,
+    ask,
 )
 from baton.cli.admin.output import (
     escape,
@@ -23,6 +23,7 @@ from baton.cli.admin.output import (
     make_console,
     make_table,
     print_json,
+    show,
 )
 from baton.cli.command_line import CommandLine
 from baton.cli.router_access import OperatorAccess
@@ -40,8 +41,7 @@ def get_policy(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the routing policy, and all available policies."""
-    with connection(access) as admin:
-        found = admin.call("GetPolicy")
+    found = ask(access, "GetPolicy")
     if is_json(output):
         print_json(found)
         return
@@ -59,12 +59,8 @@ def set_policy(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Place requests by another policy, until the router's next start."""
-    with connection(access) as admin:
-        found = admin.call("SetPolicy", policy=name)
-    if is_json(output):
-        print_json(found)
-    else:
-        typer.echo(f"the policy is {found.policy}")
+    found = ask(access, "SetPolicy", policy=name)
+    show(found, output, lambda one: typer.echo(f"the policy is {one.policy}"))
 
 
 def flush_cache(
@@ -74,8 +70,7 @@ def flush_cache(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Empty the prefix cache of a node, or of all; running requests keep their blocks."""
-    with connection(access) as admin:
-        found = admin.call("FlushCache", node=node)
+    found = ask(access, "FlushCache", node=node)
     if is_json(output):
         print_json(found)
     else:
@@ -100,8 +95,7 @@ def log_level(
 ) -> None:
     """Set the log level of a node, or of the router (named `router`), from now on."""
     node = "" if name == ROUTER else name
-    with connection(access) as admin:
-        found = admin.call("SetLogLevel", node=node, level=level, module=module)
+    found = ask(access, "SetLogLevel", node=node, level=level, module=module)
     whose = f" of {module}" if module else ""
     typer.echo(f"{name} logs {level} and above{whose}; it was {found.previous}")
 
@@ -122,9 +116,7 @@ def profile(
     torch's, counts for the Python function that called it.
     """
     node = "" if name == ROUTER else name
-    with connection(access) as admin:
-        timeout_s = TIMEOUT_S + seconds
-        found = admin.call("Profile", timeout_s=timeout_s, node=node, seconds=seconds)
+    found = ask(access, "Profile", timeout_s=TIMEOUT_S + seconds, node=node, seconds=seconds)
     if is_json(output):
         print_json(found)
         return

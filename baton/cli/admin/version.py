@@ -7,7 +7,7 @@ import typer
 from baton.cli.admin.connection import (
     OutputFormat,
     OutputOption,
-    connection,
+    ask,
 )
 from baton.cli.admin.output import is_json, make_console, print_json
 from baton.cli.router_access import OperatorAccess
@@ -19,8 +19,7 @@ def version(
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Print the versions of this program, the router and its nodes, and whether they differ."""
-    with connection(access) as admin:
-        found = admin.call("GetVersion")
+    found = ask(access, "GetVersion")
     if is_json(output):
         print_json(
             {

@@ -67,8 +67,8 @@ class UpOptions:
     max_adapters: int | None = option(
         None,
         least=1,
-        help="Most LoRA adapters in each node's memory; by default 8 with --adapter-root, else "
-        "none.",
+        help="Most LoRA adapters in each node's memory; by default 8 with --adapter-root or "
+        "--adapter, else none.",
     )
     dtype: str = same_option(PrefillOptions, "dtype")
     kv_cache_dtype: str = same_option(PrefillOptions, "kv_cache_dtype")
@@ -168,7 +168,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 
 def _adapter_slots(options: UpOptions) -> list[str]:
     """Return the nodes' argument for the number of adapters in memory; empty if they hold none."""
-    if options.max_adapters is None and not options.adapter_root:
+    if options.max_adapters is None and not (options.adapter_root or options.adapter):
         return []
     return ["--max-adapters", str(options.max_adapters or _MAX_ADAPTERS)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.sampling_input import SamplingInput
-from models.base import AdapterSpan
+from models.base import AdapterSpan, spans_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,10 @@ class ModelInput:
     last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
     adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
+
+    def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
+        """Return the spans of some of the tokens, in places among these; ``rows`` ascend."""
+        return spans_of_rows(self.adapters, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Refuses to know: schedulers, requests, models, and how any backend computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,25 @@ class AttentionMetadata:
     max_seq_len: int
     query_lens: tuple[int, ...]  # host copy, so that a CPU backend never has to read a tensor
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
+
+
+class AttentionOptions(NamedTuple):
+    """How a layer attends; `baton_kernels.reference.paged_attention` defines each option.
+
+    Attributes:
+        scale: factor of the dot products.
+        sliding_window: most keys that a query sees: the newest, its own included.
+        soft_cap: cap of the scores.
+        value_dim: how many leading numbers of each value to use; None: all. For a cache of latents
+            (:func:`as_keys_and_values`), this leaves out numbers that belong only to keys.
+        sinks: ``[num_heads]`` float32.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    value_dim: int | None = None
+    sinks: Tensor | None = None
 
 
 def as_keys_and_values(latents: Tensor) -> Tensor:
@@ -67,12 +86,7 @@ class AttentionBackend(Protocol):
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend for one layer, whose keys and values of this step are already in the cache.
 
@@ -81,13 +95,7 @@ class AttentionBackend(Protocol):
             kv_cache: this layer's ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, a
                 strided view: memory is block-major with all layers inside a block.
             metadata: the object that ``plan`` received.
-            scale: factor of the dot products.
-            sliding_window: most keys that a query sees: the newest, its own included.
-            soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``.
-            value_dim: how many leading numbers of each value to use; None: all. For a cache of
-                latents (:func:`as_keys_and_values`), this leaves out numbers that belong only to
-                keys.
-            sinks: ``[num_heads]`` float32, see ``baton_kernels.reference.paged_attention``.
+            options: the layer's options.
 
         Returns:
             ``[num_tokens, num_heads, value_dim]``; padding tokens get zeros.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.attention.cpu_plan import DecodeGroup, PromptChunk, StepPlan, plan_step
 
 _NO_PLAN = StepPlan((), (), 0)
@@ -50,12 +50,7 @@ class CpuAttention:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
@@ -63,20 +58,21 @@ class CpuAttention:
             self._planned_block_size = kv_cache.shape[3]
             self._masks.clear()
             self._plan = plan_step(metadata, self._planned_block_size)
-        if sliding_window is not None and sliding_window >= metadata.max_seq_len:
-            sliding_window = None
+        window = options.sliding_window
+        if window is not None and window >= metadata.max_seq_len:
+            window = None
         # [2, num_kv_heads, num_blocks, block_size, head_dim]: gathered along dim 2, the order is
         # the one that SDPA reads, without another copy.
         cache = kv_cache.permute(1, 2, 0, 3, 4)
-        out = query.new_empty(*query.shape[:2], value_dim or query.shape[2])
+        out = query.new_empty(*query.shape[:2], options.value_dim or query.shape[2])
         if self._plan.num_rows < len(out):
             out[self._plan.num_rows :].zero_()
         for index, chunk in enumerate(self._plan.prompts):
-            mask = self._prompt_mask(index, chunk, sliding_window, query)
-            self._run_prompt(out, query, cache, chunk, mask, scale, soft_cap, sinks)
+            mask = self._prompt_mask(index, chunk, window, query)
+            self._run_prompt(out, query, cache, chunk, mask, options)
         for index, group in enumerate(self._plan.decodes):
-            mask = self._decode_mask(~index, group, sliding_window, query)
-            self._run_decodes(out, query, cache, group, mask, scale, soft_cap, sinks)
+            mask = self._decode_mask(~index, group, window, query)
+            self._run_decodes(out, query, cache, group, mask, options)
         return out
 
     def _run_prompt(
@@ -86,9 +82,7 @@ class CpuAttention:
         cache: Tensor,
         chunk: PromptChunk,
         mask: Tensor | None,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> None:
         tokens = self._gather(cache, chunk.block_ids, query.dtype)[:, None, :, : chunk.seq_len]
         key, value = tokens.unbind(0)  # [1, num_kv_heads, seq_len, head_dim]
@@ -98,9 +92,9 @@ class CpuAttention:
             value[..., : out.shape[2]],
             mask,
             is_causal=mask is None,
-            scale=scale,
-            soft_cap=soft_cap,
-            sinks=sinks,
+            scale=options.scale,
+            soft_cap=options.soft_cap,
+            sinks=options.sinks,
         )  # [1, num_heads, query_len, value_dim]
         out[chunk.rows] = attended.squeeze(0).transpose(0, 1)
 
@@ -111,9 +105,7 @@ class CpuAttention:
         cache: Tensor,
         group: DecodeGroup,
         mask: Tensor | None,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> None:
         tokens = self._gather(cache, group.block_ids, query.dtype)
         if group.pad_slots is not None:
@@ -130,9 +122,9 @@ class CpuAttention:
             value[..., : out.shape[2]],
             mask,
             is_causal=False,
-            scale=scale,
-            soft_cap=soft_cap,
-            sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
+            scale=options.scale,
+            soft_cap=options.soft_cap,
+            sinks=None if options.sinks is None else options.sinks.view(num_kv_heads, -1),
         )  # [num_requests, num_kv_heads, num_heads / num_kv_heads, value_dim]
         out[group.rows] = attended.flatten(1, 2)
 

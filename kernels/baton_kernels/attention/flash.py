@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 
 
 def installed_version() -> int | None:
@@ -60,19 +60,15 @@ class FlashAttention:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``; latents and sinks are not supported."""
-        assert value_dim is None, "values are as long as keys"
-        assert sinks is None, "refused when the backend is chosen"
+        assert options.value_dim is None, "values are as long as keys"
+        assert options.sinks is None, "refused when the backend is chosen"
         # [num_blocks, block_size, num_kv_heads, head_dim] each
         key, value = kv_cache.transpose(2, 3).unbind(1)
-        window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        newest = options.sliding_window
+        window = (-1, -1) if newest is None else (newest - 1, 0)
         out: Tensor
         if self._version == 3:
             out = self._functions.flash_attn_with_kvcache(
@@ -83,10 +79,10 @@ class FlashAttention:
                 page_table=metadata.block_table,
                 cu_seqlens_q=metadata.query_start_loc,
                 max_seqlen_q=metadata.max_query_len,
-                softmax_scale=scale,
+                softmax_scale=options.scale,
                 causal=True,
                 window_size=window,
-                softcap=soft_cap or 0.0,
+                softcap=options.soft_cap or 0.0,
             )
         else:
             out = self._functions.flash_attn_varlen_func(
@@ -97,10 +93,10 @@ class FlashAttention:
                 cu_seqlens_k=self._key_starts,
                 max_seqlen_q=metadata.max_query_len,
                 max_seqlen_k=metadata.max_seq_len,
-                softmax_scale=scale,
+                softmax_scale=options.scale,
                 causal=True,
                 window_size=window,
-                softcap=soft_cap or 0.0,
+                softcap=options.soft_cap or 0.0,
                 block_table=metadata.block_table,
             )
         if self._num_rows < len(out):

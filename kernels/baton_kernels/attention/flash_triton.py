@@ -8,12 +8,11 @@ either works.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.attention.flash import FlashAttention, installed_version
 from baton_kernels.attention.triton import TritonAttention
 
@@ -64,9 +63,13 @@ class FlashTritonAttention:
         self._triton.fill_captured(num_tokens, query_lens, seq_lens)
 
     def run(
-        self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, **options: Any
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``."""
         is_flash = metadata.max_query_len > 1 and not self._is_captured
         backend = self._flash if is_flash else self._triton
-        return backend.run(query, kv_cache, metadata, **options)
+        return backend.run(query, kv_cache, metadata, options)

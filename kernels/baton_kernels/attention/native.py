@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.attention.cpu import CpuAttention
 from baton_kernels.dispatch import native_ops
 
@@ -36,35 +36,14 @@ class NativeAttention:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``."""
         if self._ops is not None:
-            out = self._ops.attention(
-                *(query, kv_cache, metadata),
-                scale=scale,
-                sliding_window=sliding_window,
-                soft_cap=soft_cap,
-                value_dim=value_dim,
-                sinks=sinks,
-            )
+            out = self._ops.attention(query, kv_cache, metadata, options)
             if out is not None:
                 return out
         if self._planned is not metadata:
             self._fallback.plan(metadata)
             self._planned = metadata
-        return self._fallback.run(
-            query,
-            kv_cache,
-            metadata,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            value_dim=value_dim,
-            sinks=sinks,
-        )
+        return self._fallback.run(query, kv_cache, metadata, options)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import reference
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 
 
 class ReferenceAttention:
@@ -28,12 +28,7 @@ class ReferenceAttention:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``."""
         return reference.paged_attention(
@@ -42,9 +37,5 @@ class ReferenceAttention:
             metadata.block_table,
             metadata.query_lens,
             metadata.seq_lens_host,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            value_dim=value_dim,
-            sinks=sinks,
+            **options._asdict(),
         )

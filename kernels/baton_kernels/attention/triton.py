@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.decode_attention import (
     BoundDecodes,
@@ -103,14 +103,10 @@ class TritonAttention:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``; latents are not supported."""
+        scale, sliding_window, soft_cap, value_dim, sinks = options
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         # A group's layers have caches of one shape; bound launches check the first layer's.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.attention.triton import TritonAttention
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.invariant.attention import (
@@ -47,24 +47,19 @@ class InvariantTritonAttention:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``; latents are not supported."""
-        assert value_dim is None, "values are as long as keys"
+        assert options.value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
-        options = (scale, sliding_window, soft_cap)
+        bends, sinks = (options.scale, options.sliding_window, options.soft_cap), options.sinks
         alike = (
-            query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, options,
+            query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, bends,
             sinks is None,
         )  # fmt: skip
         bound = self._bound.get(alike)
         if bound is None:
-            bound = self._bind(query, kv_cache, metadata, options)
+            bound = self._bind(query, kv_cache, metadata, bends)
             self._bound[alike] = bound
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for part in bound:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.triton.decode_attention import DecodeBuffers
 from baton_kernels.triton.latents.attention import (
     LatentShape,
@@ -49,14 +49,10 @@ class TritonLatentAttention:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Implement ``AttentionBackend.run``; the cache is a view by ``as_keys_and_values``."""
+        scale, sliding_window, soft_cap, value_dim, sinks = options
         assert value_dim is not None, "layers that keep one vector per token"
         unknown = (sliding_window, soft_cap, sinks)
         assert all(one is None for one in unknown), "no network over latents has them"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import reference
-from baton_kernels.attention.base import AttentionMetadata
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 from baton_kernels.low_rank import LowRankPart, LowRankSlots, LowRankSpan
 from baton_kernels.native.library import (
     AttentionCall,
@@ -597,14 +597,10 @@ class NativeOps:
         query: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-        value_dim: int | None = None,
-        sinks: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor | None:
         """Compute ``reference.paged_attention``; None: these dtypes are not supported."""
+        scale, sliding_window, soft_cap, value_dim, sinks = options
         table = metadata.block_table
         assert sinks is None or sinks.dtype == torch.float32
         fits = _plain(query) and kv_cache.dtype in (query.dtype, FP8) and kv_cache.stride(4) == 1

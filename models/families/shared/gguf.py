@@ -67,6 +67,15 @@ def kinds(keys: Keys, recurrent: str, names: tuple[str, str]) -> list[str]:
     return [names[layer not in with_state] for layer in range(keys.num_layers())]
 
 
+def state_heads(keys: Keys) -> tuple[int, int]:
+    """Return the number and size of a state's heads; raises ModelLoadError."""
+    num_heads, inner_size = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    if inner_size % num_heads:
+        problem = f"{num_heads} heads do not divide ssm.inner_size {inner_size}"
+        raise keys.wrong("ssm.time_step_rank", problem)
+    return num_heads, inner_size // num_heads
+
+
 def expert_size(keys: Keys) -> int:
     """Return an expert's inner size, which old files have only in tensor shapes."""
     if keys.get("expert_feed_forward_length") is not None:

@@ -41,7 +41,7 @@ class AdapterAdmin:
         names: table of names; has the base models and their nodes.
 
     Attributes:
-        root: folder below which the router reads adapters' digests; empty: the router reads none.
+        root: folder below which the router reads digests of adapters' folders; empty: of none.
     """
 
     def __init__(self, names: NameTable, root: str = "") -> None:
@@ -61,10 +61,10 @@ class AdapterAdmin:
         """Load an adapter on all nodes of a base model, and let a name stand for it.
 
         Args:
-            name: a new name, or one that stands for another adapter, which finishes its requests.
-            source: folder below the nodes' ``--adapter-root``.
-            digest: empty: read below the router's own ``--adapter-root``.
-            model: base model or a name of it; empty: that of ``name``, or else the first.
+            name: new, or the name of another adapter. Running requests end on that one.
+            source: where the nodes find the adapter; see `find_named`.
+            digest: empty: read from the router's own copy of the files.
+            model: base model or a name of it; empty: the name's, or else the first one.
             pinned: whether the adapter keeps its slot on nodes.
 
         Raises:

@@ -197,7 +197,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 )
             case "prompt":
                 base = self._names.find_base(request.model)
-                token_ids = await base.intake.tokenize_only(request.prompt, context.principal)
+                token_ids = await base.intake.reader.tokenize_only(
+                    request.prompt, context.principal
+                )
                 whose = Principal(tenant=tenant) if tenant else context.principal
                 salt = base.intake.cache_salts.of(whose)
                 adapter, num_tokens = self._names.find_adapter(request.model), len(token_ids)

@@ -257,7 +257,7 @@ async def count_tokens(request: web.Request, options: HttpOptions) -> TokenCount
     body = chat_request(given)
     with as_fields(FIELD_NAMES):
         prompt = chat_prompt(body, served.chat_template)
-        return TokenCount(len(await intake.tokenize_only(prompt, request[PRINCIPAL])))
+        return TokenCount(len(await intake.reader.tokenize_only(prompt, request[PRINCIPAL])))
 
 
 def _note_thinking(request: web.Request, given: MessagesRequest, body: ChatRequest) -> None:

@@ -114,7 +114,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the tokens of a prompt as `Generate` would see them."""
         served = self._find_name(request, context)
         prompt = _prompt_from_proto(request.prompt, served)
-        token_ids = await served.intake.tokenize_only(prompt, context.principal)
+        token_ids = await served.intake.reader.tokenize_only(prompt, context.principal)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def CountTokens(  # gRPC prescribes this name
@@ -123,7 +123,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the number of a prompt's tokens."""
         served = self._find_name(request, context)
         prompt = _prompt_from_proto(request.prompt, served)
-        token_ids = await served.intake.tokenize_only(prompt, context.principal)
+        token_ids = await served.intake.reader.tokenize_only(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
 
     async def ListModels(  # gRPC prescribes this name

@@ -108,7 +108,38 @@ class TypedGrammar(Constraint):
     value: dict[str, Any] | str
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True):
+class SharedFields(msgspec.Struct, kw_only=True):
+    """Fields that mean the same in completions, chat and responses. None: a field is absent.
+
+    Attributes:
+        cache_salt: vLLM's field: prompts with different salts share no cached blocks.
+        session_id: Baton's field: requests of one session share a prefix. (OpenAI's ``user`` may
+            have many sessions.)
+        priority: vLLM's field: among waiting requests, smaller goes first.
+    """
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    priority: int | None = None
+
+
+class SamplingRequest(SharedFields, kw_only=True):
     """Fields that completions and chat share. None means that a field is absent.
 
     Attributes:
@@ -121,37 +152,17 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         include_stop_str_in_output: vLLM's field: whether the text includes the stop string.
         return_token_ids: vLLM's field: whether to return the ids of prompt and output.
         prompt_logprobs: vLLM's field: number of top logprobs per prompt token.
-        cache_salt: vLLM's field: prompts with different salts share no cached blocks.
         include_receipt: Baton's field: whether to add ``"baton": {"receipts": [...]}`` to the
             response.
-        session_id: Baton's field: requests of one session share a prefix. OpenAI's ``user`` is no
-            substitute, because a user may have many sessions.
-        priority: vLLM's field: among waiting requests, smaller numbers go first.
         user: accepted without effect, as are all fields below.
     """
 
-    model: str
     n: int | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     banned_token_ids: list[int] | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -165,10 +176,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
-    cache_salt: str | None = None
     include_receipt: bool | None = None
-    session_id: str | None = None
-    priority: int | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None

@@ -59,7 +59,7 @@ async def tokenize(request: web.Request, options: HttpOptions) -> Tokenized:
     body = await read_body(request, TokenizeRequest, options)
     intake = request[SERVED].intake
     intake.admission.check_key(request[PRINCIPAL])
-    token_ids = await intake.tokenize_only(
+    token_ids = await intake.reader.tokenize_only(
         _prompt(body, request[SERVED].chat_template),
         request[PRINCIPAL],
         add_special_tokens=body.add_special_tokens is not False,

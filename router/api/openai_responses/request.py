@@ -23,7 +23,7 @@ from router.api.http.schema import (
     NamedToolChoice,
     ReasoningConfig,
     ResponseFormat,
-    StructuredOutputs,
+    SharedFields,
     Tool,
     ToolCall,
 )
@@ -104,7 +104,7 @@ class TextConfig(msgspec.Struct):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(SharedFields, kw_only=True):
     """Body of ``POST /v1/responses``. None means that a field is absent.
 
     Attributes:
@@ -112,10 +112,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         background: True is refused, since an answer cannot be fetched later.
         store: always treated as False.
         user: accepted without effect, as are the fields down to ``prompt_cache_retention``.
-        top_k: works as in chat completions, as do all fields below.
+        chat_template_kwargs: works as in chat completions.
     """
 
-    model: str
     input: str | list[InputItem]
     instructions: str | None = None
     tools: list[ResponsesTool] | None = None
@@ -123,9 +122,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
@@ -138,30 +134,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    session_id: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 _STORED = ("previous_response_id", "conversation", "prompt")
-_SAME = (
-    "temperature", "top_p", "stream", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
-    "session_id", "priority", "cache_salt", "structured_outputs", "chat_template_kwargs",
-)  # fmt: skip
 
 
 def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None) -> ChatRequest:
@@ -179,9 +155,8 @@ def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None)
     if request.background:
         raise InvalidRequestError("background", "is not supported, as nothing is stored")
     tools, tool_choice = _chosen(request.tool_choice, offered)
-    same: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    same: dict[str, Any] = {name: getattr(request, name) for name in SharedFields.__struct_fields__}
     return ChatRequest(
-        model=request.model,
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
         tools=tools,
@@ -189,6 +164,7 @@ def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None)
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
         reasoning=request.reasoning,
+        chat_template_kwargs=request.chat_template_kwargs,
         **same,
     )
 

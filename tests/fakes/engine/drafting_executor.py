@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from baton.adapters.files import AdapterFiles
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
@@ -91,6 +92,9 @@ class DraftingExecutor:
             abs(token_id - bool(self._wrong_every and position % self._wrong_every == 0))
             for position, token_id in enumerate(known, first)
         )
+
+    def check_adapter(self, files: AdapterFiles) -> None:
+        self._executor.check_adapter(files)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -31,6 +31,7 @@ from baton.link.words import (
 from baton.telemetry.spans import Span, SpanSink, TraceContext, random_id
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
+from decode_node.spans import DecodeTraces
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import RequestStatus
 from engine.engine import Engine
@@ -48,6 +49,7 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
 from prefill_node.options import PushMode
+from prefill_node.spans import PrefillTraces
 from tests.fakes.engine.dead_engines import let_die
 from tests.fakes.handoff.scripted_network import ScriptedMessage, ScriptedNetwork, ScriptedTransport
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -467,7 +469,9 @@ def make_prefill_node(
     digests = BlockDigests(engine.kv_memory) if kv_digests else None
     sender = RecordingSender(transport, lambda: None, _never, clock, digests)
     transport.channels = sender.loop.channels
-    return PrefillNode(engine, sender, emit, push_mode, clock=clock, spans=spans)
+    return PrefillNode(
+        engine, sender, emit, push_mode, clock=clock, traces=PrefillTraces(spans, clock)
+    )
 
 
 def make_decode_node(
@@ -486,4 +490,4 @@ def make_decode_node(
     digests = BlockDigests(engine.kv_memory) if kv_digests else None
     receiver = RecordingReceiver(transport, lambda: None, _never, clock, digests)
     transport.channels = receiver.loop.channels
-    return DecodeNode(engine, receiver, emit, options, clock, spans)
+    return DecodeNode(engine, receiver, emit, options, clock, DecodeTraces(spans, clock))

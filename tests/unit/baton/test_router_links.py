@@ -41,7 +41,7 @@ from baton.processes.free_address import free_address
 from baton.serving.call_gate import CallGate
 from baton.v1 import node_pb2, node_pb2_grpc
 from router.api.grpc.link_service import NodeLinkService
-from router.fleet.node import LegDelta, Node
+from router.fleet.node import LegDelta, LegWork, Node
 from router.fleet.node_pool import NodePool
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration
 
@@ -98,7 +98,7 @@ class Router:
     def place(self, request_id: str, epoch: int) -> Inbox:
         """Send a request to the node; what it says of it comes into the inbox."""
         inbox = Inbox()
-        self.node.open_leg(request_id, epoch, 3, inbox)
+        self.node.open_leg(request_id, epoch, inbox, LegWork(num_tokens=3))
         self.node.send(
             PrefillCommand(
                 request_id=request_id,

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from baton.adapters.digest import AdapterMissingError
-from baton.adapters.files import adapter_digest
+from baton.adapters.files import AdapterFiles, adapter_digest
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import AbortAll, PrefillCommand, node_request_id
 from engine.adapters import AdapterTable
@@ -30,10 +30,11 @@ class Worker:
         self.may_read.set()
         self.num_reads = 0
 
+    def check_adapter(self, files: AdapterFiles) -> None:
+        self.num_reads += 1
+        assert self.may_read.wait(10)
+
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        if method == "check_adapter":
-            self.num_reads += 1
-            assert self.may_read.wait(10)
         return [100]
 
 
@@ -157,7 +158,7 @@ def test_what_cannot_be_loaded_fails_and_nothing_else(tmp_path: Path) -> None:
     assert problems["2"] == problems["3"]
     assert f"has the digest {scene.digests['b']}, not {scene.digests['a']}" in problems["2"]
     assert "must be a path below" in problems["4"]
-    none = AdapterQueue(cast("Engine", FakeEngine(1)))
+    none = AdapterQueue(cast("Engine", FakeEngine(0)))
     with pytest.raises(AdapterMissingError, match=r"and this node loads no adapters$"):
         none.admit(scene.command("6", "a"), 0.0)
 

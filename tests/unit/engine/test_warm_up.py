@@ -16,6 +16,7 @@ from engine.executors.uniproc import worker_of
 from engine.make_engine import make_engine
 from engine.worker import warm_up, worker
 from engine.worker.kv_cache import allocate_kv_cache
+from engine.worker.make_runner import LoadedModel
 from engine.worker.model_runner import ModelRunner
 from models.base import CausalLM
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
@@ -32,7 +33,8 @@ def model_of(engine: Engine) -> CausalLM:
 
 
 def warm(engine: Engine, config: EngineConfig) -> None:
-    warm_up.warm_up(model_of(engine), engine.kv_memory.spec, config, CPU, ("reference",), 64)
+    spec = engine.kv_memory.spec
+    warm_up.warm_up(LoadedModel(model_of(engine), spec, config, CPU, ("reference",)), 64)
 
 
 def test_the_largest_step_is_computed_and_small_ones_of_all_kinds(
@@ -88,8 +90,10 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
             spec, num_blocks, CPU
         ),
         "check_numbers": lambda *_: None,
-        "warm_up": lambda *arguments: warmed.append(arguments[3:]),
+        "warm_up": lambda *arguments: warmed.append(arguments),
     }.items():
         monkeypatch.setattr(worker, name, stand_in)
     engine = make_engine(DEMO_MODEL, EngineConfig(**options))  # type: ignore[arg-type]
-    assert warmed == [(gpu, ("reference",), engine.max_model_len)]
+    [(loaded, max_model_len)] = warmed
+    assert (loaded.device, loaded.backends) == (gpu, ("reference",))
+    assert max_model_len == engine.max_model_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from baton.adapters.config import AdapterConfig
 from baton.adapters.digest import AdapterError, check_digest
 from baton.adapters.files import adapter_digest, find_adapter, open_adapter, read_adapter
 from baton.adapters.numbers import is_finite
@@ -215,6 +217,21 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pattern that never ends": (
         config(rank_pattern={"(a+)+b": 2}), "rank_pattern: .* must be a module's name",
     ),
+    **{
+        f"a pattern with {name}": (
+            config(rank_pattern={pattern: 2}), "rank_pattern: .* must be a module's name",
+        )
+        for name, pattern in {
+            "repetitions in a row": ".*.*.*.*.*.*.*.*x",
+            "many copies": "(a{999}){999}",
+            "a look ahead": "(?=.*a)(?=.*b)q_proj",
+            "an echo": r"(a*)\1b",
+            "a flag": "(?i)q_proj",
+            "a class": "[a-z]+",
+            "a prefix twice": r".*\..*\.q_proj",
+            "an end of line": "q_proj$\n",
+        }.items()
+    },
     "a pattern of alternatives": (config(alpha_pattern={"q|k": 2}), "alpha_pattern: .*q|k"),
     "a long pattern": (config(rank_pattern={"q" * 300: 2}), "at most 256 letters"),
     "an empty pattern": (config(rank_pattern={"": 2}), "must be a module's name"),
@@ -279,6 +296,28 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
             use_dora=True,
         ),
         "is there twice",
+    ),
+    "NaN in a magnitude": (
+        weights(
+            pair() | {MAGNITUDE: ("F32", (32,), numbers("F32", 31)[2] + NAN)}, use_dora=True
+        ),
+        f"{MAGNITUDE}: a number is NaN or infinite",
+    ),
+    "infinity below 0 in B": (
+        changed(B, ("F32", (32, 2), numbers("F32", 63)[2] + struct.pack("<f", float("-inf")))),
+        f"{B}: a number is NaN or infinite",
+    ),
+    "a magnitude of a layer that has no other tensor": (
+        weights(
+            pair()
+            | {name: numbers("F32", 32) for name in (MAGNITUDE, MAGNITUDE.replace("q_", "k_"))},
+            use_dora=True,
+        ),
+        "k_proj.lora_A.weight: is missing",
+    ),
+    "a magnitude of two dimensions": (
+        weights(pair() | {MAGNITUDE: numbers("F32", 32, 1)}, use_dora=True),
+        rf"{MAGNITUDE}: shape .32, 1., but lora_B has 32 outputs",
     ),
     "half of an embedding": (renamed(f"{EMBEDDING}_A"), f"{EMBEDDING}_B: is missing"),
     "an embedding that is a linear layer": (
@@ -352,6 +391,28 @@ def test_a_hostile_file_is_refused_in_one_line(name: str, tmp_path: Path) -> Non
         assert status_name(caught.value) == "INVALID_ARGUMENT"
 
 
+def test_patterns_match_as_in_peft_in_a_single_place() -> None:
+    names = ["q", "l.q", "xq", "l.0.q", "l.10.q", "l.1.q", "a.l.1.q", "", ".q", "l..q", "q.l.1.q"]
+    for pattern in (
+        "q",
+        "^q",
+        "^l.0.q",
+        r"l\.\d.q",
+        "l.1.q",
+        ".q",
+        "1.q",
+        "..",
+        "...",
+        "x",
+        r"\.q",
+    ):
+        for name in names:
+            expected = re.match(rf"(.*\.)?({pattern})$", name) is not None
+            assert AdapterConfig(rank=1, alpha=1, rank_pattern={pattern: 2}).rank_of(name) == (
+                2 if expected else 1
+            ), (pattern, name)
+
+
 # ------------------------------------------------------------------ where files may lie
 
 
@@ -366,8 +427,15 @@ def test_an_adapter_is_found_below_its_root_only(tmp_path: Path) -> None:
     (mixed / WEIGHTS).unlink()
     (mixed / WEIGHTS).symlink_to(outside / WEIGHTS)
     (root / "circle").symlink_to(root / "circle")
-    for source in ("", "..", "../outside", "team/../../outside", str(outside), "leads_out",
-                   "mixed", "team/one\n", "team\x00"):  # fmt: skip
+    settings = write_adapter(root / "settings", pair())
+    (settings / CONFIG).unlink()
+    (settings / CONFIG).symlink_to(root / "mixed" / "hop")
+    (root / "mixed" / "hop").symlink_to(outside / CONFIG)  # a link to a link
+    (root / "parent").symlink_to("..")
+    for source in (
+        *("", "..", "../outside", "team/../../outside", str(outside), "leads_out", "mixed"),
+        *("settings", "parent", "parent/outside", "team/one\n", "team\x00"),
+    ):
         with pytest.raises(AdapterError, match=r"must be a path below|leads out of") as caught:
             find_adapter(root, source)
         assert "\n" not in str(caught.value)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from baton.adapters.digest import AdapterError
 from baton.adapters.files import open_adapter
-from baton.adapters.sources import locate_adapter
-from tests.fakes.adapter_files import pair, write_adapter
+from baton.adapters.sources import find_named, locate_adapter
+from tests.fakes.adapter_files import cache, install, pair, write_adapter
 
 
 def test_paths_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,14 +18,6 @@ def test_paths_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert locate_adapter("team/one").resolve() == folder
     assert locate_adapter(folder) == folder
     assert locate_adapter(tmp_path / "missing") == tmp_path / "missing"  # `open_adapter` refuses
-
-
-def install(site: Path, name: str, files: Sequence[str]) -> None:
-    """Make a package as pip leaves it behind."""
-    info = site / f"{name.replace('-', '_')}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
 
 
 def test_an_installed_package_with_one_adapter(
@@ -79,4 +70,61 @@ def test_what_is_nowhere_is_refused_in_one_line(
     ):
         with pytest.raises(AdapterError, match=expected) as caught:
             locate_adapter(source)
+        assert "\n" not in str(caught.value)
+
+
+def test_operators_name_folders_below_a_root_packages_and_cached_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, site = tmp_path / "hub", tmp_path / "site"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "own"))
+    monkeypatch.syspath_prepend(site)
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", refuse)
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", refuse)
+    packaged = write_adapter(site / "habit_adapter", pair())
+    install(site, "habit-adapter", [f"habit_adapter/{one.name}" for one in packaged.iterdir()])
+    cached = write_adapter(cache(hub, "team/habit"), pair())
+    gguf = cache(hub, "team/ggufs") / "sub" / "a.gguf"
+    gguf.parent.mkdir()
+    gguf.touch()
+    root = tmp_path / "root"
+    below = write_adapter(root / "team" / "one", pair())
+    outside = write_adapter(tmp_path / "outside", pair())
+    (root / "link").symlink_to(outside)
+    for source, found in (
+        ("habit-adapter", packaged),
+        ("team/habit", cached),
+        ("hf://team/habit", cached),
+        ("team/ggufs", gguf),
+        ("hf://team/ggufs/sub/a.gguf", gguf),
+    ):
+        assert find_named(root, source) == find_named(None, source) == found
+    assert find_named(root, "team/one") == below
+    write_adapter(root / "team" / "habit", pair())
+    assert find_named(root, "team/habit") == root / "team" / "habit", "folders come first"
+    for at, source, expected in (
+        (None, "team/one", "the hub's cache of this machine does not have it; fetch it with"),
+        (root, "team/two", "no such folder, and the hub's cache of this machine does not have it"),
+        (None, str(outside), "no such folder or file here, as there is no --adapter-root"),
+        (None, "../outside", "no such folder or file here"),
+        (None, "team/..", "no such folder or file here"),
+        (None, "~/outside", "no such folder or file here"),
+        (None, "a\nb", "no such folder or file here"),
+        (None, "", "no such folder or file here"),
+        (root, "", "must be a path below the adapters' folder"),
+        (root, "nothing", "no such folder or file below --adapter-root, and no installed package"),
+        (root, str(outside), "must be a path below the adapters' folder"),
+        (root, "../outside", "must be a path below the adapters' folder"),
+        (root, "link", "leads out of the adapters' folder"),
+        (root, "hf://../../outside/x.gguf", "no such folder or file below --adapter-root"),
+        (root, "hf://team/ggufs/../a.gguf", "is not a file name"),
+        (root, "hf://team/ggufs/b.gguf", "the hub's cache of this machine does not have it"),
+    ):
+        with pytest.raises(AdapterError, match=expected) as caught:
+            find_named(at, source)
         assert "\n" not in str(caught.value)

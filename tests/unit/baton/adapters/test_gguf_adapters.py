@@ -242,6 +242,20 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "3 experts, but lora_b has 4",
     ),
     "NaN": (gguf(both()).replace(both()[A][2][:4], NAN), f"{A}: a number is NaN or infinite"),
+    "infinity in B": (
+        gguf(both()).replace(both()[B][2][:4], struct.pack("<f", float("inf"))),
+        f"{B}: a number is NaN or infinite",
+    ),
+    "NaN in float16": (
+        gguf(both(kind=F16)).replace(both(kind=F16)[A][2][:2], b"\x00\x7e"),
+        f"{A}: a number is NaN or infinite",
+    ),
+    "an architecture twice": (
+        gguf(both(), FIELDS | {"general.architecturf": "gemma2"}).replace(
+            b"general.architecturf", b"general.architecture"
+        ),
+        "general.architecture: is there twice",
+    ),
     "cut": (gguf(both())[:-64], "truncated"),
 }  # fmt: skip
 

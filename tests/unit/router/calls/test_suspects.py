@@ -25,7 +25,7 @@ from router.calls.recovery.suspects import (
     Verdict,
 )
 from router.fleet.lost_nodes import Loss, LostNodes
-from router.fleet.node import LegDelta
+from router.fleet.node import LegDelta, LegWork
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration, token
 from tests.fakes.router.router_scene import Scene, asynchronous
@@ -260,7 +260,7 @@ async def test_a_node_that_comes_back_frees_who_was_suspected() -> None:
 async def test_a_node_that_dies_with_others_on_it_proves_nothing() -> None:
     trial = Trial(num_decode=3)
     hand = await trial.begin()
-    hand.node.open_leg("other", 99, 10, _Nobody())
+    hand.node.open_leg("other", 99, _Nobody(), LegWork(num_tokens=10))
     hand.leave()
     await trial.finish(2)
 

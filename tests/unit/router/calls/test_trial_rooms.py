@@ -14,7 +14,7 @@ from router.calls.recovery import trial_rooms
 from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.recovery.trial_rooms import TrialRooms
 from router.fleet.fleet import Fleet
-from router.fleet.node import LegDelta
+from router.fleet.node import LegDelta, LegWork
 from tests.fakes.router.nodes import HandNode, join_pair, make_pool, token
 from tests.fakes.router.router_scene import Scene
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -84,7 +84,7 @@ def make_rooms() -> Iterator[Callable[[int], Rooms]]:
 def open_legs(hand: HandNode, count: int) -> Reader:
     reader = Reader()
     for number in range(count):
-        hand.node.open_leg(f"r{number}", number, 10, reader)
+        hand.node.open_leg(f"r{number}", number, reader, LegWork(num_tokens=10))
     return reader
 
 

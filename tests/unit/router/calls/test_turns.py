@@ -12,7 +12,7 @@ from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
 from router.calls.recovery.retry_budget import RetryOptions
 from router.calls.wake_ups import TURNS_AT_ONCE, WOKEN_AT_ONCE, Turns, WakeUps
 from router.fleet import node
-from router.fleet.node import LegDelta
+from router.fleet.node import LegDelta, LegWork
 from tests.fakes.router.http_scene import until
 from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration, token
 from tests.fakes.router.router_scene import Scene, asynchronous
@@ -125,7 +125,7 @@ async def test_the_attempts_of_a_lost_node_end_in_parts() -> None:
     _, decode = join_pair(make_pool())
     reader = Reader(rounds)
     for epoch in range(300):
-        decode.node.open_leg(f"r{epoch}", epoch, 1, reader)
+        decode.node.open_leg(f"r{epoch}", epoch, reader, LegWork(num_tokens=1))
     decode.leave()
     await until(lambda: reader.num_ended == 300)
     assert rounds.most <= node.LEGS_AT_ONCE

@@ -18,6 +18,7 @@ from router.fleet.health import (
     HealthState,
     NodeHealth,
 )
+from router.fleet.node import LegWork
 from tests.fakes.router.nodes import HandNode, failure, join_pair, make_pool, make_registration
 from tests.fakes.router.router_scene import Scene, asynchronous
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -116,18 +117,18 @@ def test_a_new_node_among_busy_ones_gets_one_request_at_a_time_until_it_answers(
     pool = make_pool()
     (p0, d0), (_, d1) = join_pair(pool, 0), join_pair(pool, 1)
     assert all(node.health.state is HealthState.SERVING for node in pool.nodes)
-    p0.node.open_leg("a", 1, 1, Silent())
+    p0.node.open_leg("a", 1, Silent(), LegWork(num_tokens=1))
     p2 = HandNode(pool, make_registration("p2", NodeRole.PREFILL))
     for decode in (d0, d1):
         p2.reach(decode)
     assert p2.node.health.state is HealthState.CANARY
     assert "p2" in names(pool.fleet.prefills)
-    p2.node.open_leg("b", 2, 1, Silent())
+    p2.node.open_leg("b", 2, Silent(), LegWork(num_tokens=1))
     assert "p2" not in names(pool.fleet.prefills)
     p2.node.close_leg(2)
     assert "p2" in names(pool.fleet.prefills)
     p2.node.health.note_success()
-    p2.node.open_leg("c", 3, 1, Silent())
+    p2.node.open_leg("c", 3, Silent(), LegWork(num_tokens=1))
     assert "p2" in names(pool.fleet.prefills)
     pool.count_missed_beats()
     assert p2.node.load.weight < 1

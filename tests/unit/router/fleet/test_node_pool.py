@@ -18,7 +18,7 @@ from baton.link.words import (
     SendKVSnapshot,
     ServingState,
 )
-from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, Node
+from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, LegWork, Node
 from router.fleet.node_pool import NodePool
 from router.fleet.pairing import incompatibility
 from tests.fakes.router.nodes import (
@@ -227,7 +227,7 @@ class Reader:
 
 def open_leg(node: Node, request_id: str, epoch: int = 1) -> Reader:
     reader = Reader()
-    node.open_leg(request_id, epoch, 10, reader)
+    node.open_leg(request_id, epoch, reader, LegWork(num_tokens=10))
     return reader
 
 
@@ -472,7 +472,7 @@ def test_a_node_whose_prompts_get_no_further_is_ejected() -> None:
     clock = VirtualClock(100_000.0)
     pool = make_pool(clock=clock)
     prefill, _ = join_pair(pool)
-    prefill.node.open_leg("a", 1, 10, Reader(), num_uncomputed=10)
+    prefill.node.open_leg("a", 1, Reader(), LegWork(num_tokens=10, num_uncomputed=10))
     clock.advance(STALLED_S - 1)
     prefill.node.watch()
     assert not prefill.node.health.is_unwanted(0)

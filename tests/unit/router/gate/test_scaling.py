@@ -9,7 +9,7 @@ import pytest
 from baton.link.words import NodeBeat, NodeRole
 from router.gate.scaling import MOST, SMOOTHING_S, ScalingSignals
 from router.gate.scaling_options import ScalingOptions
-from router.intake.fleet_metrics import ScalingCollector
+from router.intake.fleet_metrics import collect_scaling
 from tests.fakes.router.nodes import HandNode, join_pair, make_pool
 from tests.fakes.time.virtual_clock import VirtualClock
 
@@ -105,7 +105,7 @@ def test_nodes_that_are_missing_make_nobody_seem_idle() -> None:
     assert scene.demand(D) == pytest.approx(2 * 0.8), "it is to come back"
     scene.decodes[0].leave()
     assert scene.signals.signal(D) is None
-    families = ScalingCollector(scene.signals).collect()
+    families = collect_scaling(scene.signals)
     assert {one.labels["role"] for family in families for one in family.samples} == {"prefill"}
 
 

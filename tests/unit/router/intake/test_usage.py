@@ -9,8 +9,8 @@ import pytest
 from baton.access.identity import ANYBODY, Principal
 from baton.api.outputs import PrefillReceipt, Receipt
 from router.calls.call import Call, Terms
-from router.calls.dispatcher import num_tokens_used
 from router.fleet.prefix.placement_memory import PlacementMemory
+from router.gate.ticket import Ticket
 from router.intake.cache_salts import CacheSalts
 from router.intake.usage import OwnPrompts, told
 from tests.fakes.router.nodes import DECODE_RECEIPT, make_receipt
@@ -52,7 +52,16 @@ def test_used_is_what_was_computed_of_the_prompt_and_what_was_sampled(
     changes: dict[str, object], used: int
 ) -> None:
     receipt = dataclasses.replace(RECEIPT, **changes)  # type: ignore[arg-type]
-    assert num_tokens_used(receipt, 50) == used
+    ticket = Ticket(
+        order=(0, 0),
+        num_prompt_tokens=100,
+        num_kv_tokens=107,
+        num_uncached_tokens=50,
+        arrived_at=0.0,
+        expires_at=1.0,
+    )
+    ticket.note_cost(receipt)
+    assert ticket.num_tokens_used == used
 
 
 def test_who_shares_its_cache_with_nobody_is_told_everything() -> None:

@@ -34,7 +34,7 @@ from baton.v1 import admin_pb2, node_pb2, node_pb2_grpc
 from node_runtime.node_admin import NodeAdmin
 from router.api.admin.node_calls import NodeCalls
 from router.api.grpc.link_service import NodeLinkService
-from router.fleet.node import Node
+from router.fleet.node import LegWork, Node
 from tests.fakes.router.http_scene import until
 from tests.fakes.router.nodes import make_pool, make_registration
 from tests.fakes.router.router_scene import asynchronous
@@ -168,7 +168,7 @@ async def test_a_ledger_of_megabytes_comes_in_parts_between_which_tokens_go() ->
             heard_at.append(len(parts))
 
     async with joined(NodeAdmin(asked, 10).answer) as (node, links):
-        node.open_leg("r", 1, 10, Reader())
+        node.open_leg("r", 1, Reader(), LegWork(num_tokens=10))
         take = node.replies.on_reply
 
         def note(reply: AdminReply) -> None:

@@ -32,7 +32,7 @@ from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from baton.wire import reading as wire_reading
 from router.api.grpc.link_service import NodeLinkService
-from router.fleet.node import LegDelta
+from router.fleet.node import LegDelta, LegWork
 from router.fleet.node_claims import (
     MAX_TEXT_CHARS,
     Vocabulary,
@@ -82,7 +82,7 @@ async def test_a_command_that_cannot_be_sent_ends_its_request_and_not_the_link()
     async with joined(pool) as link:
         (node,) = pool.nodes
         reader = Reader()
-        node.open_leg("a\udcff", 1, 10, reader)
+        node.open_leg("a\udcff", 1, reader, LegWork(num_tokens=10))
         node.send(
             DecodeCommand(
                 request_id="a\udcff",  # no text that protobuf takes
@@ -119,7 +119,7 @@ def test_a_link_that_breaks_by_what_its_node_says_leaves_a_word_in_the_log(
     async def run() -> None:
         async with joined(pool) as link:
             (node,) = pool.nodes
-            node.open_leg("a", 1, 10, Broken())
+            node.open_leg("a", 1, Broken(), LegWork(num_tokens=10))
             step = node_pb2.StepDeltas(epochs=[1], output_indexes=[0], token_ids=[5])
             await link.write(node_pb2.NodeMessage(deltas=step))
             assert not isinstance(await link.read(), node_pb2.RouterMessage)
@@ -193,7 +193,7 @@ def test_what_a_node_says_to_people_is_short_and_moves_no_cursor() -> None:
     pool.on_event(prefill.node, PeerReport(decode.engine_id, False, problem=escape))
     assert prefill.node.reports[decode.engine_id].problem == "\\x1b[2J"
     reader = Reader()
-    decode.node.open_leg("a", 1, 10, reader)
+    decode.node.open_leg("a", 1, reader, LegWork(num_tokens=10))
     decode.say(failure("a", "INTERNAL", escape, epoch=1))
     assert reader.items[0].delta.error == RequestError("INTERNAL", "\\x1b[2J")
     assert str(error_of(RequestError("INTERNAL", escape))) == "\\x1b[2J"
@@ -239,7 +239,7 @@ def test_logprobs_of_a_long_prompt_are_read_in_a_thread_and_before_what_comes_be
         async with joined(pool) as link:
             (node,) = pool.nodes
             reader = Hearer()
-            node.open_leg("a", 1, 10, reader)
+            node.open_leg("a", 1, reader, LegWork(num_tokens=10))
             top = tuple((token_id, -1.0) for token_id in range(20))
             of_prompt = (None, *[TokenLogprobs(-0.5, top)] * 900)
             for index, prompt_logprobs in enumerate((of_prompt, ())):
@@ -365,7 +365,7 @@ async def test_what_a_node_says_at_length_is_handed_over_with_turns_for_others()
     task = asyncio.create_task(others())
     async with joined(pool) as link:
         (node,) = pool.nodes
-        node.open_leg("a", 1, 10, counter)
+        node.open_leg("a", 1, counter, LegWork(num_tokens=10))
         rows = node_pb2.StepDeltas(
             epochs=[1] * MANY, output_indexes=[0] * MANY, token_ids=[5] * MANY, deltas=EARLY_DELTAS
         )

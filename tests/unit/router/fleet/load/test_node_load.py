@@ -11,6 +11,7 @@ import pytest
 from baton.api.outputs import FinishReason, RequestDelta
 from baton.link.words import DecodeTime, NodeBeat, NodeRole, StepTime
 from router.fleet.load.node_load import REQUEST_UNITS, STEPS_MEASURED_TOGETHER, NodeLoad
+from router.fleet.node import LegWork
 from tests.fakes.router.fleets import FleetBook
 from tests.fakes.router.nodes import (
     DECODE_RECEIPT,
@@ -363,8 +364,8 @@ def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
         def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
             pass
 
-    prefill.node.open_leg("a", 1, 30, Reader(), num_uncomputed=30)
-    decode.node.open_leg("a", 1, 40, Reader(), num_arriving=30)
+    prefill.node.open_leg("a", 1, Reader(), LegWork(num_tokens=30, num_uncomputed=30))
+    decode.node.open_leg("a", 1, Reader(), LegWork(num_tokens=40, num_arriving=30))
     arriving = decode.node.load.num_free_tokens
     prefill.say(token_1("a", 5, epoch=1))
     assert prefill.node.load.prefill.num_measured == 1
@@ -391,7 +392,7 @@ def test_an_output_is_as_long_as_its_tokens_whatever_steps_they_took() -> None:
 
     shared = decode.node.load.shared
     before = shared.long_output_tokens
-    decode.node.open_leg("a", 1, 40, Reader(), num_arriving=30)
+    decode.node.open_leg("a", 1, Reader(), LegWork(num_tokens=40, num_arriving=30))
     several = tuple(range(int(before)))
     decode.say(
         RequestDelta("a", 1, several, FinishReason.LENGTH, epoch=1, decode=DECODE_RECEIPT)
