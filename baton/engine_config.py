@@ -131,7 +131,9 @@ class EngineConfig:
     )
     native_kernels: bool = option(
         True,
-        help="On a CPU, use kernels in C (built at first use) if they can be built.",
+        has_own_variable=False,  # BATON_NATIVE_KERNELS also takes names of instruction sets
+        help="On a CPU, use kernels in C (built at first use) if they can be built. The variable "
+        "BATON_NATIVE_KERNELS chooses which.",
     )
     batch_invariant: bool = option(
         False,

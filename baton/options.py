@@ -46,6 +46,8 @@ class Declaration:
         parse: converts a user's text; its first argument is the option's name, for errors.
         variable: one more environment variable for the option.
         is_secret: whether the value is never shown.
+        has_own_variable: whether ``BATON_`` and the option's name is a variable of the option;
+            False: that variable means something else.
         further: field for the values after the first; empty: the option may be given once.
     """
 
@@ -59,6 +61,7 @@ class Declaration:
     parse: Callable[[str, str], Any] | None = None
     variable: str = ""
     is_secret: bool = False
+    has_own_variable: bool = True
     further: str = ""
 
     def problem(self, value: Any) -> str:

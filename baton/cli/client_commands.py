@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from baton.cli.structured_output_options import (
     make_structured_output,
 )
 from baton.processes.process import print_error
+
+if TYPE_CHECKING:
+    from baton.client.client import Client
 
 MaxTokensOption = Annotated[int, typer.Option(help="Most output tokens.")]
 TemperatureOption = Annotated[
@@ -85,8 +88,6 @@ def generate(
     receipt: Annotated[bool, typer.Option(help="Print the latency receipt at the end.")] = True,
 ) -> None:
     """Complete a text, and print the tokens as they come."""
-    from baton.client.client import Client  # here, so that `--help` is fast
-
     with _interruptible():
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -102,7 +103,7 @@ def generate(
                 json_schema, regex, grammar, choice, json_object
             ),
         )
-        with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
+        with _open_client(access) as client:
             if n > 1:
                 [completions] = client.generate_batch(
                     [prompt],
@@ -146,8 +147,6 @@ def chat(
     served_name: ServedNameOption = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
-    from baton.client.client import Client
-
     with contextlib.suppress(ImportError):  # lets arrow keys work in `input`
         import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
@@ -159,7 +158,7 @@ def chat(
         num_failed = 0
         if sys.stdin.isatty():
             typer.secho("Ctrl-D ends the chat, Ctrl-C stops an answer", dim=True, err=True)
-        with Client(access.router, api_key=access.api_key, tls=access.tls) as client:
+        with _open_client(access) as client:
             while (text := _read_line()) is not None:
                 if text:
                     ask = functools.partial(
@@ -171,6 +170,16 @@ def chat(
                     num_failed += not _answer(ask, messages, text)
     if num_failed and not sys.stdin.isatty():  # fail in scripts; people have read the error
         raise typer.Exit(1)
+
+
+def _open_client(access: ClientAccess) -> Client:
+    """Return a client of the router; raises ConfigError if its address is no ``host:port``."""
+    # Imported here, so that `--help` is fast.
+    from baton.access.exposure import split_address
+    from baton.client.client import Client
+
+    split_address("router", access.router)
+    return Client(access.router, api_key=access.api_key, tls=access.tls)
 
 
 def _print_text(text: str) -> None:

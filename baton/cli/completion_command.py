@@ -21,8 +21,9 @@ def completion(
 ) -> None:
     """Print a script for a shell to complete commands, options and names of nodes.
 
-    Now: source <(baton completion bash). For good: baton --install-completion, or this output in
-    ~/.bashrc, ~/.zshrc or ~/.config/fish/completions/baton.fish.
+    Now: source <(baton completion bash), or in fish: baton completion fish | source. For good:
+    baton --install-completion, or this output in ~/.bashrc, ~/.zshrc or
+    ~/.config/fish/completions/baton.fish.
     """
     # Imported here, so that `--help` is fast.
     from typer.completion import get_completion_script  # type: ignore[attr-defined]

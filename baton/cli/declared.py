@@ -124,6 +124,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     settings = typer.Option(
         help=help_of_option(option),
         envvar=option.declaration.variable or None,
+        allow_from_autoenv=option.declaration.has_own_variable,
         autocompletion=_completer(choices) if choices else None,
     )
     return inspect.Parameter(

@@ -100,7 +100,7 @@ def build_libraries(
 
     Args:
         machine: machine type to build for; None: this machine's. Debian's cross compiler
-            (``aarch64-linux-gnu-gcc``) builds for others, or the compiler in ``CC``.
+            (``aarch64-linux-gnu-gcc``) builds for others; ``CC`` names this machine's compiler.
 
     Raises:
         BuildError: there are no sources or no compiler, or the compiler failed.

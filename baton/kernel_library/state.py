@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.kernel_library.ahead import open_library_built_ahead
+from baton.kernel_library.ahead import FOLDER_VARIABLE, open_library_built_ahead
 from baton.kernel_library.build import find_library, open_library
 from baton.kernel_library.compilers import BuildError
-from baton.kernel_library.switch import are_kernels_off
+from baton.kernel_library.switch import SWITCH_VARIABLE, are_kernels_off
 
 BUILDING = "building native kernels for this CPU, once; takes about a minute"
 # Cost of running without native kernels, and advice if no compiler is installed.
 SLOWER = "tokens come 4 to 5 times slower"
 ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
+_REINSTALL = "install Baton again (pip install --force-reinstall --no-deps baton-serve)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,14 @@ class KernelState:
         is_off: whether the environment turns native kernels off.
         instruction_set: instruction set for which the library was built ahead; empty: it was built
             on this machine.
+        advice: what to do if native kernels are missing; empty: nothing.
     """
 
     path: Path | None = None
     problem: str = ""
     is_off: bool = False
     instruction_set: str = ""
+    advice: str = ""
 
     @property
     def can_be_built(self) -> bool:
@@ -44,15 +47,20 @@ class KernelState:
 def find_kernels() -> KernelState:
     """Return the state of the kernels in some milliseconds; builds nothing."""
     if are_kernels_off():
-        return KernelState(is_off=True)
+        return KernelState(is_off=True, advice=f"unset {SWITCH_VARIABLE}")
     try:
         ahead = open_library_built_ahead()
-        if ahead is None:
-            return KernelState(find_library())
-        os.close(ahead.descriptor)
     except BuildError as error:
-        return KernelState(problem=str(error))
-    return KernelState(ahead.path, instruction_set=ahead.instruction_set)
+        chosen = [one for one in (FOLDER_VARIABLE, SWITCH_VARIABLE) if os.environ.get(one)]
+        advice = f"unset {chosen[0]}" if chosen else _REINSTALL
+        return KernelState(problem=str(error), advice=advice)
+    if ahead is not None:
+        os.close(ahead.descriptor)
+        return KernelState(ahead.path, instruction_set=ahead.instruction_set)
+    try:
+        return KernelState(find_library())
+    except BuildError as error:
+        return KernelState(problem=str(error), advice=ADVICE)
 
 
 def build_kernels(on_build: Callable[[], None]) -> KernelState:
@@ -67,6 +75,6 @@ def build_kernels(on_build: Callable[[], None]) -> KernelState:
     try:
         opened = open_library(on_build)
     except BuildError as error:
-        return KernelState(problem=str(error))
+        return KernelState(problem=str(error), advice=ADVICE)
     os.close(opened.descriptor)
     return KernelState(opened.path)

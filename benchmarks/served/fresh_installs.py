@@ -72,6 +72,8 @@ def run(run: Run, options: Options) -> None:
             except (subprocess.SubprocessError, FileNotFoundError) as error:
                 output = getattr(error, "stderr", None) or error
                 row = {"failed": str(output).strip().splitlines()[-1][-300:]}
+        # The file keeps rows of earlier runs.
+        row["measured"] = {name: run.environment[name] for name in ("date", "git_revision", "cpu")}
         rows[system.name] = row
         print(f"{system.name}: {json.dumps(row)}", flush=True)
         systems = run.saved().get("systems", {}) | rows

@@ -41,6 +41,7 @@ class Machine:
     Attributes:
         instruction_set: CPU instruction set that native kernels use; empty: no native kernels.
         no_kernels: why native kernels are missing; empty if they are not.
+        kernels_advice: what to do if native kernels are missing; empty: nothing.
         read_bytes_per_s: memory bandwidth when all cores read.
         load_average: the machine's load in the minute before the start.
     """
@@ -50,6 +51,7 @@ class Machine:
     no_kernels: str
     read_bytes_per_s: float
     load_average: float
+    kernels_advice: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,12 +154,14 @@ def look_at_machine() -> Machine:
     kernels = find_kernels()
     has = cpu_features()
     sets = [one for one in INSTRUCTION_SETS if one.machine == platform.machine()]
+    best = next((one.name for one in sets if has.issuperset(one.needs)), "")
     return Machine(
         num_cores=len(usable_cores()),
-        instruction_set=next((one.name for one in sets if has.issuperset(one.needs)), ""),
+        instruction_set=kernels.instruction_set or best,
         no_kernels="they are off" if kernels.is_off else kernels.problem,
         read_bytes_per_s=read_bytes_per_s(),
         load_average=load_average,
+        kernels_advice=kernels.advice,
     )
 
 

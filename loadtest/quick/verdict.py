@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.kernel_library.state import ADVICE
 from loadtest.quick.measure import Machine, QuickResult, Speed
 
 READING_TOKENS_PER_S = 6.0  # 250 words per minute
@@ -105,7 +104,7 @@ def _advice(result: QuickResult, share: float | None) -> Iterator[str]:
 
 def _advice_for(machine: Machine, share: float | None) -> Iterator[str]:
     if machine.no_kernels:
-        yield f"no native kernels ({machine.no_kernels}): {ADVICE}"
+        yield f"no native kernels ({machine.no_kernels}): {machine.kernels_advice}"
     is_busy = machine.load_average > machine.num_cores / 2
     if is_busy:
         yield (

@@ -201,6 +201,11 @@ def _(site: Site) -> str:
     return site.run("generate", "--router", nobody, "x").replace(nobody, "NOBODY")
 
 
+@mistake("a router's address without a port")
+def _(site: Site) -> str:
+    return site.run("chat", "--router", "localhost", text=b"Hello\n")
+
+
 @mistake("a piped chat that fails")
 def _(site: Site) -> str:
     return site.run("chat", "--router", site.keyed, text=b"Hello\n")

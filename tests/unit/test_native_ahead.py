@@ -14,6 +14,7 @@ import pytest
 from baton.kernel_library import ahead, build
 from baton.kernel_library.ahead import INSTRUCTION_SETS, best_for_cpu, open_library_built_ahead
 from baton.kernel_library.compilers import BuildError
+from baton.kernel_library.state import find_kernels
 from baton.kernel_library.switch import SWITCH_VARIABLE
 
 SETS = [one for one in INSTRUCTION_SETS if one.machine == platform.machine()]
@@ -136,6 +137,21 @@ def test_a_forced_set_that_this_cpu_lacks_is_an_error(
     monkeypatch.setattr(ahead, "find_packaged_libraries", lambda: None)
     with pytest.raises(BuildError, match=f"=.*{SETS[0].name}: no library built ahead"):
         open_library_built_ahead()
+
+
+def test_advice_names_the_variable_that_keeps_kernels_away(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler would not help there."""
+    has_all_features(monkeypatch)
+    assert find_kernels().advice == ""
+    for file in wheel.glob("*.so"):
+        file.write_bytes(b"other")
+    assert find_kernels().advice.startswith("install Baton again")
+    monkeypatch.setenv(SWITCH_VARIABLE, "sse9")
+    assert find_kernels().advice == f"unset {SWITCH_VARIABLE}"
+    monkeypatch.setenv(ahead.FOLDER_VARIABLE, "/nowhere")
+    assert find_kernels().advice == f"unset {ahead.FOLDER_VARIABLE}"
 
 
 def test_an_unknown_value_of_the_switch_is_an_error(

@@ -20,6 +20,8 @@ from baton.kernel_library.state import ADVICE, SLOWER, KernelState
 from baton.kernel_library.switch import SWITCH_VARIABLE
 from baton.version import __version__
 
+# PyPI's torch brings gigabytes of CUDA libraries.
+_CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 _OF_NODES = ("torch", "numpy", "safetensors", "gguf", "nixl")
 
 
@@ -39,7 +41,10 @@ def look_at_packages() -> Finding:
     missing = [name for name, number in found.items() if not number]
     if not missing:
         return Finding("packages", value)
-    advice = f"nodes need {', '.join(missing)}: pip install 'baton-serve[node]'"
+    advice = (
+        f"nodes need {', '.join(missing)}: pip install {_CPU_INDEX} 'baton-serve[node]'; "
+        "for a GPU leave the index out"
+    )
     return Finding("packages", value, Grade.BAD, advice)
 
 
@@ -58,10 +63,12 @@ def look_at_compiler(kernels: KernelState) -> Finding:
 def look_at_kernels(kernels: KernelState) -> Finding:
     """Check whether native kernels are built for this CPU."""
     if kernels.is_off:
-        advice = f"{SLOWER}: unset {SWITCH_VARIABLE}"
+        advice = f"{SLOWER}: {kernels.advice}"
         return Finding("kernels", f"off ({SWITCH_VARIABLE})", Grade.SLOW, advice)
     if kernels.problem:
-        return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, f"until then {SLOWER}")
+        is_compiler = kernels.advice == ADVICE  # the compiler's line says what to install
+        advice = f"until then {SLOWER}" if is_compiler else f"{SLOWER}: {kernels.advice}"
+        return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, advice)
     if kernels.path is None:
         return Finding("kernels", "not built yet: the first start builds them, about a minute")
     if kernels.instruction_set:

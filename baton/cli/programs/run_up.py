@@ -14,7 +14,7 @@ from baton.access.tls_options import TlsOptions
 from baton.api.errors import ConfigError
 from baton.api.printable import printable
 from baton.deployment.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
-from baton.kernel_library.state import ADVICE, BUILDING, SLOWER
+from baton.kernel_library.state import BUILDING, SLOWER
 
 _CHECK_S = 0.5  # seconds between checks that all processes run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
@@ -126,7 +126,7 @@ def _say_ready(deployment: LocalDeployment, console: Console) -> None:
     if deployment.kernels.problem:
         why = deployment.kernels.problem
         _say(console, f"no native kernels: {why}, so {SLOWER}", style="yellow")
-        _say(console, f"  {ADVICE}", style="yellow")
+        _say(console, f"  {deployment.kernels.advice}", style="yellow")
     console.print("[dim]Ctrl-C stops everything[/]")
 
 

@@ -39,7 +39,8 @@ def main(model: str, baton: Sequence[str]) -> int:
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        while "ready  " not in (shown := OUTPUT.read_text(encoding="utf-8")):
+        # A failed start prints the states of all programs, of which some may be ready.
+        while "\nready  " not in (shown := OUTPUT.read_text(encoding="utf-8")):
             if up.poll() is not None or time.monotonic() > began + READY_TIMEOUT_S:
                 logs = [path.read_text(encoding="utf-8")[-1500:] for path in LOGS.glob("*.log")]
                 raise SystemExit(" | ".join((shown[-1500:], *logs)).replace("\n", " / "))

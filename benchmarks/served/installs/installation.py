@@ -137,7 +137,7 @@ class Installation:
         system = self._system
         command, after = system.command, f"{'uv ' * (system.tool == 'uv')}pip install --no-deps"
         if system.tool == "pipx":
-            after = "pipx inject --pip-args=--no-deps baton-serve"
+            after = "pipx runpip baton-serve install --no-deps"
         elif system.tool == "uvx":
             command = f"{command.partition(' up ')[0]} version"
             after = f"{system.interpreter} -m venv /venv; /venv/bin/pip install --target /models"
@@ -181,6 +181,7 @@ class Installation:
             environment |= {"PIP_CONSTRAINT": "/torch.txt", "UV_CONSTRAINT": "/torch.txt"}
         words = ["/usr/bin/env", "-i", *(f"{name}={text}" for name, text in environment.items())]
         script = f"exec chroot {self._root} {shlex.join([*words, '/bin/sh', '-ec', command])}"
+        script = f"mount -t proc proc {self._root / 'proc'}; {script}"  # uvx looks itself up there
         if self._system.tool == "uv":
             kept = self._root / "cache"
             self._cache.mkdir(exist_ok=True)
@@ -222,6 +223,7 @@ class Installation:
             baton = f"{python} -m baton"
             environment |= {"PYTHONPATH": "/opt/baton/site", "BATON_NATIVE_KERNELS": system.kernels}
             alone += ["--user", "--map-root-user"]  # with its own setting for emulated programs
+            (root / "mnt").mkdir(exist_ok=True)  # none of the unpacked packages has it
             (root / "cpuinfo").write_text(CPUINFO, encoding="utf-8")
             emulate = f"""
                 mount -t binfmt_misc binfmt_misc {root}/mnt

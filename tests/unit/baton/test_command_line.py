@@ -99,6 +99,8 @@ def test_every_option_can_be_given_by_a_variable_of_its_name(
     command = ALL[name]
     context = command.context_class(command, info_name=name, **command.context_settings)
     for option in options(command):
+        if long_name(option) == "--native-kernels":  # BATON_NATIVE_KERNELS means more than this
+            continue
         variable = "BATON_" + long_name(option)[2:].replace("-", "_").upper()
         monkeypatch.setenv(variable, "given")
         assert option.resolve_envvar_value(context) == "given", variable
@@ -246,3 +248,21 @@ def test_a_mistake_on_the_command_line_is_one_line_with_a_remedy(words: str, lin
     """Regression: usage errors took four lines, and named neither the version nor a remedy."""
     done = CliRunner().invoke(app, words.split(), prog_name="baton")
     assert (done.exit_code, done.output) == (2, f"error: {line}\n")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "x"]])
+@pytest.mark.parametrize("address", ["localhost", "localhost:99999"])
+def test_an_address_of_no_router_is_refused_before_anything_is_sent(
+    command: list[str], address: str
+) -> None:
+    done = CliRunner().invoke(app, [*command, "--router", address], input="Hello\n")
+    assert done.exit_code == 1
+    assert done.stderr == f"error: --router: must be host:port, got '{address}'\n"
+
+
+@pytest.mark.parametrize("value", ["x86-64-v3", "build", "0"])
+def test_the_variable_of_native_kernels_is_no_boolean_option(value: str) -> None:
+    """Regression: a node refused the name of an instruction set."""
+    command = ["decode", "--model", "nowhere", "--router", "nonsense"]
+    done = CliRunner().invoke(app, command, env={"BATON_NATIVE_KERNELS": value})
+    assert "BATON_NATIVE_KERNELS" not in done.stderr

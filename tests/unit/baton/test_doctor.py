@@ -106,8 +106,9 @@ def test_a_missing_compiler_is_missed_only_without_kernels(
             "",
         ),
         (KernelState(), Grade.OK, "not built yet", ""),
-        (KernelState(problem="no C compiler"), Grade.SLOW, "no C compiler", "4 to 5 times slower"),
-        (KernelState(is_off=True), Grade.SLOW, "off", "unset BATON_NATIVE_KERNELS"),
+        (KernelState(problem="no cc", advice=ADVICE), Grade.SLOW, "no cc", "until then tokens"),
+        (KernelState(problem="bad", advice="unset X"), Grade.SLOW, "bad", "slower: unset X"),
+        (KernelState(is_off=True, advice="unset X"), Grade.SLOW, "off", "slower: unset X"),
     ],
 )
 def test_kernels(state: KernelState, grade: Grade, value: str, advice: str) -> None:

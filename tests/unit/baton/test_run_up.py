@@ -15,7 +15,7 @@ from baton.api.errors import ConfigError
 from baton.cli.programs import run_up
 from baton.cli.programs.run_up import MAX_RESTARTS, _Keeper, _say_ready
 from baton.deployment.local_deployment import Child, LocalDeployment, LocalDeploymentConfig
-from baton.kernel_library.state import KernelState
+from baton.kernel_library.state import ADVICE, KernelState
 
 
 @dataclass
@@ -134,7 +134,7 @@ def test_a_key_that_is_needed_is_in_the_command() -> None:
 
 def test_missing_kernels_are_told_with_what_they_cost_and_what_to_install() -> None:
     deployment, console, page = scripted()
-    deployment.kernels = KernelState(problem="no C compiler (cc, gcc, clang)")
+    deployment.kernels = KernelState(problem="no C compiler (cc, gcc, clang)", advice=ADVICE)
     *_, said, advice, _ = ready_lines(deployment, console, page)
     assert said == (
         "no native kernels: no C compiler (cc, gcc, clang), so tokens come 4 to 5 times slower"
