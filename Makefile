@@ -19,7 +19,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check workflows-check wheels fresh-installs release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check check-style check-pages check-types check-packages workflows-check wheels fresh-installs release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -58,13 +58,13 @@ PYTEST_PROCESSES := $(BIN)/python -m pytest --durations 10 --numprocesses 3 --di
 unit: setup ## run the tests that need no process, no socket and no patience (a minute on two cores)
 	$(PYTEST) --no-processes -m "not medium and not large" tests/unit tests/contract
 
-test: setup ## run the tests that a change can break, all but the large ones (five to eight minutes on two cores)
+test: setup ## run the tests that a change can break, all but the large ones (about 20 minutes on two cores)
 	$(call pytest_twice,$(PYTEST),-m "not large" --ignore tests/integration)
 	$(call pytest_twice,$(PYTEST_PROCESSES),-m "not large" tests/integration)
 
 # Only the files that have some: to collect all tests takes each worker half a minute.
 THOROUGH_TESTS := $(sort $(shell grep -lrE 'mark\.thorough|import covering' tests --include='test_*.py'))
-test-thorough: setup ## of the large tests, those the gate runs, too: the rest of what `make test` has a part of (two minutes)
+test-thorough: setup ## of the large tests, the combinations of parameters that `make test` leaves out; the gate runs a part of them (takes long)
 	$(call pytest_twice,$(PYTEST),-m thorough $(THOROUGH_TESTS))
 
 LARGE_TESTS ?= $(sort $(THOROUGH_TESTS) $(shell grep -lr 'mark\.large' tests --include='test_*.py'))
@@ -142,17 +142,25 @@ loadtest-agreement: setup ## measure one load with baton loadtest, AIPerf and gu
 gpu-suite: setup ## all that needs a GPU, in ten minutes: right tokens, step times, KV in its memory; JSON in benchmarks/results
 	$(BIN)/python -m benchmarks gpu_suite --save
 
-check: setup .venv-proto/.ready .venv-audit/.ready ## lint, types, import rules, stub freshness, what is installed
+check: check-style check-types check-pages check-packages ## lint, types, import rules, stub freshness, what is installed (with `make -j2` two parts at a time)
+
+check-style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/mypy tests benchmarks examples/demo.py
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_layout.py
+	$(BIN)/python -m tools.sentences
+
+check-pages: setup
 	$(BIN)/python -m tools.house --check
 	$(BIN)/python -m tools.options_page --check
-	$(BIN)/python -m tools.sentences
 	$(BIN)/python -m tools.dashboards
+
+check-types: setup
+	$(BIN)/mypy
+	$(BIN)/mypy tests benchmarks examples/demo.py
+
+check-packages: setup .venv-proto/.ready .venv-audit/.ready
 	tools/generate_stubs.sh .venv-proto/bin/python --check
 	$(BIN)/python tools/supply_chain.py .venv-audit/bin dist/sbom.cdx.json
 

@@ -28,7 +28,7 @@ def llm(demo_model: Path) -> LLM:
 
 
 @pytest.fixture(
-    scope="module", params=[SOME, pytest.param(MANY, marks=pytest.mark.thorough)], ids=["24", "64"]
+    scope="module", params=[SOME, pytest.param(MANY, marks=pytest.mark.large)], ids=["24", "64"]
 )
 def prompts(request: pytest.FixtureRequest, llm: LLM) -> list[list[int]]:
     """Prompts of 1 to 1,000 tokens of real text: slices of a module of the standard library."""

@@ -5,6 +5,7 @@ In Triton's interpreter float8 rounds wrongly, so there it is given numbers that
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,16 +28,14 @@ from baton_kernels.quantized import (
 )
 from baton_kernels.triton import quantized_linear as kernels
 from baton_kernels.triton.fp8 import has_fp8
+from tests.covering import covering
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.numerics.tolerances import assert_close
 
 # Tokens, outputs, inputs: whole tiles and others, few tokens and many.
-# Tokens, rows, inputs. The interpreter takes seconds for each of the last two.
-SHAPES = [
-    (1, 80, 192), (5, 64, 200), (33, 136, 512),
-    pytest.param((70, 130, 256), marks=pytest.mark.thorough),
-    pytest.param((130, 80, 128), marks=pytest.mark.thorough),
-]  # fmt: skip
+QUICK_SHAPES = ((1, 80, 192), (5, 64, 200), (33, 136, 512))
+SLOW_SHAPES = ((70, 130, 256), (130, 80, 128))  # the interpreter takes seconds for each
+SHAPES = [*QUICK_SHAPES, *(pytest.param(one, marks=pytest.mark.thorough) for one in SLOW_SHAPES)]
 
 
 def integers_of(kind: str, num_rows: int, size: int) -> GroupedIntegers:
@@ -90,6 +89,18 @@ KINDS = [
     ),
     *(f"{bits} {of}" for bits in (4, 8) for of in (16, 32, 64, 128, 100_000)),
 ]
+# The interpreter computes no bfloat16, so these cases are for GPUs and cover no pair.
+PRODUCTS = [
+    *covering(QUICK_SHAPES, KINDS, (torch.float32, torch.float16)),
+    *(
+        pytest.param(shape, kind, dtype, marks=pytest.mark.thorough)
+        for shape, kind, dtype in product(SLOW_SHAPES, KINDS, (torch.float32, torch.float16))
+    ),
+    *(
+        pytest.param(shape, kind, torch.bfloat16, marks=pytest.mark.gpu)
+        for shape, kind in product(QUICK_SHAPES + SLOW_SHAPES, KINDS)
+    ),
+]
 
 
 def kept(integers: GroupedIntegers, device: torch.device) -> GroupedWeight:
@@ -109,8 +120,7 @@ def test_integers_that_are_kept_stand_for_the_same_numbers(kind: str, device: to
     assert torch.equal(kept(integers, device).dequantized().cpu(), integers.dequantized())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "kind", "dtype"), PRODUCTS, indirect=["dtype"], ids=str)
 def test_products_with_integers_in_groups(
     shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device
 ) -> None:

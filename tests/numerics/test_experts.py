@@ -13,6 +13,7 @@ import baton_kernels as ops
 from baton_kernels import CodeLayout, PackedWeight, Routing, Scoring, WeightFormat, reference
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
+from tests.covering import covering
 from tests.numerics.test_native_ops import draw_integers
 
 ROUTINGS = {
@@ -82,10 +83,16 @@ def packed(
     return PackedWeight.pack(filled, bias if has_bias else None, format_, width)
 
 
-@pytest.mark.parametrize("activation", ["silu", reference.CLAMPED_SWIGLU, reference.RELU2])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format_", WeightFormat, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "format_", "shape", "activation"),
+    covering(
+        [torch.float32, torch.bfloat16],
+        WeightFormat,
+        SHAPES,
+        ["silu", reference.CLAMPED_SWIGLU, reference.RELU2],
+    ),
+    ids=str,
+)
 def test_experts_in_c(
     native: NativeOps,
     shape: tuple[int, ...],

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton_kernels import LowRank, LowRankSpan, dispatch, reference
 from baton_kernels.native.ops import NativeOps
+from tests.covering import covering
 from tests.numerics.low_rank import draw_low_rank
 from tests.numerics.tolerances import assert_close
 
@@ -62,9 +63,15 @@ def added(native: NativeOps, out: Tensor, x: Tensor, spans: list[LowRankSpan]) -
     return found
 
 
-@DTYPES
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("ends", [[0, 1], [2, 4, 4, 5, 8], [0, 30, 31, 200], [0, 700]], ids=str)
+@pytest.mark.parametrize(
+    ("ends", "num_threads", "dtype"),
+    covering(
+        [[0, 1], [2, 4, 4, 5, 8], [0, 30, 31, 200], [0, 700]],
+        [1, 2, 3],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+    ids=str,
+)
 def test_products_of_several_adapters(
     native: NativeOps, ends: list[int], num_threads: int, dtype: torch.dtype
 ) -> None:

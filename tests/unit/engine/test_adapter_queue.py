@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from baton.adapters.digest import AdapterMissingError
-from baton.adapters.files import AdapterFiles, adapter_digest
+from baton.adapters.files import Adapter, AdapterFiles, adapter_digest
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import AbortAll, PrefillCommand, node_request_id
 from engine.adapters import AdapterTable
