@@ -325,6 +325,9 @@ class Reservations:
 
         KV up to the watermark stays in the prefix cache, for a later attempt. If the peer
         may still write, the other blocks go into quarantine.
+
+        Args:
+            quiet: whether the peer writes no more, as after its Commit or Quiet message.
         """
         del self._open[key]
         self._grants.end_transfer(key)

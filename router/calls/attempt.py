@@ -98,7 +98,7 @@ class Attempt:
             self.forecast = self.decode.open_leg(
                 self._request_id,
                 self.epoch,
-                # most tokens that the request may hold; on a prefill node, those to compute
+                # the leg's tokens: here all that the request may hold, below those to compute
                 len(call.prompt_token_ids) + params.max_tokens,
                 self,
                 num_uncomputed=0 if self.prefill else num_uncomputed,

@@ -48,7 +48,7 @@ class RequestRecord:
         received_at: arrival, by `time.time`.
         started_at: arrival, by the log's clock.
         accepted_s: when the request was checked and tokenized.
-        admitted_s: when the gate admitted it; None: not yet.
+        admitted_s: when the gate admitted the request; None: not yet.
         call: the call; None unless the request is traced.
         trace: the request's span; None: not traced.
         finish_reason: why the output ended; None: not ended, or ended with an error.
