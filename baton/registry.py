@@ -32,7 +32,7 @@ class Registry(Generic[T]):
         return list(self._entries)
 
     def check(self, name: str) -> None:
-        """Raise ConfigError listing the names if this one is unknown."""
+        """Raise ConfigError, which lists the known names, if a name is unknown."""
         if name not in self._entries:
             known = ", ".join(self._entries)
             raise ConfigError(f"unknown {self.kind} {name!r}; known: {known}")

@@ -106,7 +106,7 @@ class DecodeNode:
         self._end_handed_back()
         self._expire()
         self.reservations.tick()
-        self.reservations.grant_waiting()  # with blocks that this step freed
+        self.reservations.grant_waiting()  # grant the blocks that this step freed
         self.receiver.expect(self.reservations.has_open)
         self._outbox.flush()
         return bool(is_busy(self.engine, scheduled, result) or self._inbox)

@@ -323,8 +323,8 @@ class Reservations:
     ) -> None:
         """End a reservation, and abort its request in the engine.
 
-        KV up to the watermark stays in the prefix cache, for a later attempt. If the peer
-        may still write, the other blocks go into quarantine.
+        KV up to the watermark stays in the prefix cache, for a later attempt. The other blocks
+        go into quarantine, unless the peer is ``quiet``: it writes no more for this request.
         """
         del self._open[key]
         self._grants.end_transfer(key)

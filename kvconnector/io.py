@@ -116,7 +116,7 @@ class IoLoop:
         self._events: deque[TransferEvent] = deque()
         # Writes in flight by peer and transfer, in order of posting; `NO_TRANSFER`: a probe's.
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
-        self._is_on_device = transport.scratch.is_on_device  # and so is the KV cache
+        self._is_on_device = transport.scratch.is_on_device  # the KV cache is there, too
         self._wake = threading.Event()
         self._expecting = False
         self._num_read_failures = 0

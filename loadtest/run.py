@@ -43,8 +43,9 @@ class RunResult:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause garbage collection: with 2,000 streams it takes 5 to 70 ms, which would all be lag.
-    Nothing needs collecting: player and targets make no cycles (a test counts them).
+    """Pause garbage collection, which delays requests by 5 to 70 ms at 2,000 streams.
+
+    Player and targets make no reference cycles (a test counts cycles), so no garbage collects.
     """
     was_enabled = gc.isenabled()
     gc.collect()

@@ -91,7 +91,7 @@ async def find_highest(
 
 
 def check_search(plan: LoadPlan) -> OpenLoop:
-    """Return the load with which a search begins; raises ConfigError without one."""
+    """Return the load with which a search begins; raises ConfigError without a load."""
     if not plan.slo.limits or not isinstance(plan.load, OpenLoop):
         raise ConfigError("find_max_goodput: needs --slo, and --rate to begin with")
     return plan.load
@@ -154,7 +154,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
 
 
 def _bracket(steps: Sequence[Step], repeat: int) -> tuple[float, float]:
-    """Return a repeat's bracket (see SearchResult), or of all repeats if this one has no tries."""
+    """Return a repeat's bracket (see SearchResult); without tries, the bracket of all repeats."""
     tried = [step for step in steps if step.repeat == repeat] or steps
     low = max((step.value for step in tried if step.held), default=0.0)
     return low, min((step.value for step in tried if step.value > low), default=low)

@@ -154,10 +154,10 @@ class ModelFields:
         return [self.sliding_window if name == SLIDING else None for name in types]
 
     def windows_by_pattern(self) -> list[int | None]:
-        """Return the window of each layer of a model in which most layers have one.
+        """Return the window of each layer of a model in which most layers have a window.
 
         ``layer_types`` decides if given; otherwise, the last of each ``sliding_window_pattern``
-        layers has none. Raises ModelLoadError like `windows_by_type`.
+        layers has no window. Raises ModelLoadError like `windows_by_type`.
         """
         layers, pattern = range(self.num_layers), self.sliding_window_pattern
         return self.windows_by_type(
@@ -232,7 +232,7 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """Return the window or None; 0 also means none, if use_sliding_window is false."""
+    """Return the window; None: no window. Allow 0 if use_sliding_window is false."""
     switched_off = fields.get("use_sliding_window") is False
     window = fields.optional_integer("sliding_window", minimum=0 if switched_off else 1)
     return window or None

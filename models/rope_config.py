@@ -110,7 +110,8 @@ def parse_ropes(
     if older.has("type") and not older.has("rope_type") and not newer.names():
         raise older.wrong("type", "is not supported with this architecture, but rope_type is")
     local_theta = fields.number("rope_local_base_freq", theta)
-    # The newer section is read only if it names layer types; the older is for full attention.
+    # Read the newer section only if the section names layer types; the older section is for
+    # full attention.
     full, sliding = (
         newer.child(name) if newer.has(name) else Fields({}, "") for name in _LAYER_TYPES
     )

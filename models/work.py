@@ -22,8 +22,9 @@ class ModelWork:
     Attributes:
         token_flops: operations per token that do not depend on earlier tokens.
         head_flops: operations per token whose logits are computed.
-        attended_flops: a layer's operations per pair of a token and one that it attends to.
-        attended_bytes: bytes of KV that a layer reads per such pair.
+        attended_flops: a layer's operations per pair of an attending and an attended token.
+        attended_bytes: bytes of KV that a layer reads per pair of an attending and an attended
+            token.
         weight_bytes: size of the weights that every step reads.
         expert_bytes: size of all layers' experts, of which a step reads only some.
         num_experts, top_k: experts of a layer, and number that a token chooses; 0: no experts.

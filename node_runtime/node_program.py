@@ -1,7 +1,7 @@
 """NodeProgram: a node's asyncio side: gRPC server, router links, signals, and shutdown.
 
 Nodes of both roles run this program. The engine and the connector run on other threads; this file
-only has queues to and from them.
+only has queues to and from these threads.
 """
 
 from __future__ import annotations

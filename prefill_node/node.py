@@ -268,7 +268,7 @@ class PrefillNode:
             case _:
                 if not self.push_tracker.settle(event):
                     self._traces.end_trace(event.request_id, event.epoch, has_pushed=True)
-                elif not event.reason:  # the decode node cancelled it; the router knows
+                elif not event.reason:  # the decode node cancelled the request; the router knows
                     job = self._jobs.get(event.request_id)
                     if job is not None and job.command.epoch == event.epoch:
                         self._end(event.request_id)

@@ -159,7 +159,7 @@ class PushTracker:
             if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # Travelling blocks stay in the window until the prompt ends, so none is the null block.
+            # Blocks travel if still in the window at the prompt's end, so none is a null block.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]

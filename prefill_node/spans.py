@@ -35,7 +35,7 @@ class PrefillTrace:
     Attributes:
         parent: context of the router's attempt.
         chunks: per chunk its start time and, once it is computed, its end time.
-        error: why the request failed; empty: it did not.
+        error: why the request failed; empty: no failure.
     """
 
     parent: TraceContext

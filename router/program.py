@@ -294,7 +294,7 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
 
 @contextlib.asynccontextmanager
 async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a coroutine until the context ends; log its failure and go on without it."""
+    """Run a coroutine until the context ends; if the coroutine fails, log the failure and go on."""
     task = asyncio.create_task(work)
     task.add_done_callback(_tell_failure)
     try:

@@ -151,7 +151,7 @@ class Access:
             return anybody
         has_keys = bool(self._tokens or self._keys_file)
         if credentials.certificate is not None and not (credentials.authorization and has_keys):
-            # Some clients must send a key, and then send a dummy such as "none".
+            # Without keys here, ignore the client's key: some clients send a dummy such as "none".
             return credentials.certificate
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():

@@ -13,8 +13,8 @@ MAX_NAMES = 4096
 class Allowance:
     """Limit the rate of uses per name; thread-safe.
 
-    At most ``max_names`` names are remembered. The least recently used one is forgotten first, and
-    gets a full bucket when it returns.
+    At most ``max_names`` names are remembered. The least recently used name is forgotten first, and
+    gets a full bucket at its next use.
 
     Args:
         burst: uses allowed at once.

@@ -74,8 +74,8 @@ def _ipv6(host: str) -> ipaddress.IPv6Address | None:
 def is_public(option: str, address: str) -> bool:
     """Return whether other machines can reach a listener on an address.
 
-    A name is public if one of its addresses is, or if it has none. Raises ConfigError naming the
-    option.
+    A name is public if any of its addresses is public, or if the name has no address. Raises
+    ConfigError naming the option.
     """
     host, port = split_address(option, address)
     ipv6 = _ipv6(host)

@@ -84,7 +84,8 @@ class Credentials:
     """The credentials that a call brought.
 
     Attributes:
-        authorization: value of the header or metadata of this name; empty: none.
+        authorization: value of the ``authorization`` header or metadata; empty: the call brought no
+            such value.
         certificate: principal in the client certificate; None: no certificate.
         certificate_problem: why the certificate is not accepted; empty: it is valid.
         address: IP address of the caller.

@@ -115,8 +115,8 @@ class RequestError:
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
     """New tokens that one step gave to a request; sent from the scheduler to the router.
 
-    This is a msgspec struct because one is made per output token: a frozen dataclass takes ten
-    times as long.
+    Each output token makes a delta, so deltas are msgspec structs: making a frozen dataclass takes
+    ten times as long.
 
     Attributes:
         output_index: position of ``token_ids[0]`` in the output; identifies duplicates.
@@ -196,7 +196,7 @@ class Receipt:
     def ttft_parts(self) -> dict[str, float]:
         """The parts of the time to token 1 in seconds, by name, in order.
 
-        They sum to ``ttft_s``, unless another attempt followed the one that gave token 1.
+        The parts sum to ``ttft_s``, unless another attempt followed the attempt that gave token 1.
         """
         prefill = self.prefill
         on_nodes = {"decode_prompt_s": self.network_s}
@@ -274,8 +274,8 @@ class RequestMetrics:
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """One streamed piece of a completion, as clients receive it; see `RequestDelta`.
 
-    This is a msgspec struct because one is made per piece. (`msgspec.structs` has ``replace`` and
-    ``asdict``.)
+    Deltas are msgspec structs because each piece makes a delta. (`msgspec.structs` has ``replace``
+    and ``asdict``.)
 
     Attributes:
         text: text of ``token_ids``; empty without a tokenizer, and in the router until the tokens

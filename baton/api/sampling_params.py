@@ -58,8 +58,8 @@ class SamplingParams:
         stop: strings that end the output; the text ends before the first one found.
         ignore_eos: whether to continue after the model's end-of-sequence token.
         logprobs: number of most probable tokens whose logprobs are returned with each output
-            token's own, 0 to 20; None returns none. They come from the model's own distribution,
-            before all changes above.
+            token's own, 0 to 20; None: no logprobs. Logprobs come from the model's own
+            distribution, before all changes above.
         structured_output: form of the output. An end-of-sequence token is drawn only where the
             output may end, and ends it despite ``ignore_eos``. Where nothing may follow, the output
             ends by itself, even before ``min_tokens``. If bans leave no token that fits, the

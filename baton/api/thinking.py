@@ -35,7 +35,8 @@ class Thinking:
         may_reopen: whether a later opening mark continues the thought, within the remaining
             budget.
         behind_token_ids: tokens forced after the closing mark if a ``structured_output`` follows.
-        gap_token_ids: tokens of which one may come between closing mark and ``structured_output``.
+        gap_token_ids: tokens allowed between closing mark and ``structured_output``, at most one of
+            them.
     """
 
     budget_tokens: int | None = None

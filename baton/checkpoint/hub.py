@@ -50,7 +50,7 @@ class HubName:
 
     @classmethod
     def parse(cls, model: str) -> HubName | None:
-        """Parse a name of the hub; return None if the text is none.
+        """Parse a name of the hub; return None if the text is no such name.
 
         A name is OWNER/NAME or OWNER/NAME:QUANTIZATION, both with or without ``hf://`` in front, or
         hf://OWNER/NAME/FILE.gguf.

@@ -37,7 +37,7 @@ Identity = tuple[tuple[str, str], ...]
 
 
 def identity_of(entries: Mapping[str, str]) -> Identity:
-    """Return the entries that decide tokens; a missing one is empty."""
+    """Return the entries that decide tokens; missing entries are empty."""
     return tuple((key, entries.get(key, "")) for key in IDENTITY_KEYS)
 
 

@@ -267,7 +267,7 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
-    """Return the error that the router raised, or one that fits the status if it sent none.
+    """Return the router's error; if the router sent no error, make an error that fits the status.
 
     Args:
         why: why the router is unreachable, if known.

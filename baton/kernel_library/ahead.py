@@ -158,7 +158,7 @@ def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...],
 
 
 def open_library_built_ahead() -> OpenedLibrary | None:
-    """Open the best library for this CPU that was built ahead; None: one must be built here.
+    """Open the best library for this CPU that was built ahead; None: build a library here.
 
     Raises:
         BuildError: the folder in ``BATON_NATIVE_LIBRARIES`` has no usable library; or the
@@ -220,7 +220,7 @@ def _read_index(folder: Path, is_packaged: bool = False) -> _Index:
 def _open_best(
     folder: Path, index: _Index, switch: KernelSwitch, is_packaged: bool = False
 ) -> OpenedLibrary:
-    """Open the best library of a folder for this CPU, or the one that the switch names.
+    """Open a folder's best library for this CPU, or the library that the switch names.
 
     Raises:
         _UnsuitableError: no library suits this CPU, or they were built from other sources.

@@ -19,7 +19,7 @@ class KernelSwitch:
     """The environment's wishes about native kernels.
 
     Attributes:
-        must_build: whether to build the library here even if one was built ahead.
+        must_build: whether to build the library here even if a library was built ahead.
         instruction_set: instruction set whose library must be loaded; empty: the best one.
     """
 

@@ -289,7 +289,8 @@ def unit_copies(
 ) -> tuple[RankCopy, ...]:
     """Return the byte ranges that one node's ranks write in a unit of another node's ranks.
 
-    Each byte of a reader is written once. If several writers have it, readers spread over them.
+    Each byte of a reader is written once. If several writers have a byte, different readers get the
+    byte from different writers.
 
     Args:
         writers: manifest of the writing node.

@@ -177,7 +177,7 @@ class RouterLinks:
         """Connect to new addresses; drop links that are not joined and whose address is gone.
 
         Args:
-            addresses: address -> the host that resolved to it.
+            addresses: address -> the host that resolved to this address.
         """
         if not addresses:  # name resolution failed, so all links stay
             return

@@ -42,7 +42,7 @@ __all__ = ["WorkLimitError", "WorkLimits", "WorkerProcesses"]
 
 logger = logging.getLogger(__name__)
 
-# A worker over its time ends itself; one that fails to is killed after this extra time.
+# A worker whose time is over ends itself, or is killed after this extra time.
 _GRACE_S = 5.0
 _POLL_S = 0.05
 # Time for a template to load code and data: some seconds, more on a busy machine.
@@ -128,7 +128,7 @@ class WorkerProcesses:
         work: ``"module:function"`` that takes ``options`` and returns the function for the work.
         limits: limits of one piece of work.
         num_workers: number of worker processes, at least 2.
-        max_waiting: most pieces of work that wait; one caller may have half of them.
+        max_waiting: most pieces of work that wait; at most half of these are one caller's.
         early: template forked for this work; None: start a new process.
     """
 
@@ -202,8 +202,8 @@ class WorkerProcesses:
                 answer, has_ended, was_read = await self._ask(worker, work)
                 if answer or (not await self._has_ended(worker.template) and was_read):
                     break
-                # When memory is short, the kernel kills idle workers first. A killed template takes
-                # its workers with it. In both cases the work is not to blame.
+                # When memory is short, the kernel kills idle workers first. If the template is
+                # killed, its workers end, too. In both cases the work is not to blame.
                 worker = self._replace(worker)
             else:
                 raise NodeUnavailableError("a process that reads requests ended; try again")
@@ -233,7 +233,7 @@ class WorkerProcesses:
             self._give_back(worker if worker.is_ready else self._replace(worker), "")
 
     async def _ask(self, worker: _Worker, work: bytes) -> tuple[bytes, bool, bool]:
-        """Let a worker do a piece of work; its time begins when the worker is ready.
+        """Let a worker do a piece of work; the work's time begins when the worker is ready.
 
         Returns:
             The answer, empty if there is none; whether the worker has ended; whether the worker may

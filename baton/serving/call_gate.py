@@ -108,7 +108,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # One thread only: more would take too much interpreter time from the event loop.
         self._thread = ThreadPoolExecutor(1, "long-messages")
         self._held = HeldCalls()
-        # For each known method, its own handler and the one that guards it.
+        # For each known method: the method's handler, and the handler that guards the method.
         self._made: dict[str, tuple[Handler, Handler]] = {}
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:

@@ -41,7 +41,7 @@ _TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # limits of log lines about clients' fault
 # Most bytes read from a connection at a time. asyncio's own 256 KiB would block the loop for half a
 # second if they came as chunks of one byte.
 _READ_BYTES = 2**14
-_MAX_LOOKED_AT = 64  # most connections examined when one must make way
+_MAX_LOOKED_AT = 64  # most connections examined to choose one to close
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -286,13 +286,13 @@ class Listener:
         connection.setup = asyncio.create_task(self._set_up(connection, sock))
 
     def _make_room(self, address: str) -> bool:
-        """Return whether this address may connect once more; close a waiting one if needed."""
+        """Return whether this address may connect; close a waiting connection if needed."""
         limits, of_address = self.limits, self._waiting_of.get(address, {})
         if self._num_of.get(address, 0) >= limits.max_connections_per_address:
             return self._displace(self._oldest(of_address))
         if self.counts.open >= limits.max_connections:
-            # A connection of this address is closed first, so that an address with many
-            # connections costs other addresses none.
+            # Close a connection of this address first, so that an address with many connections
+            # takes no connection from other addresses.
             return self._displace(self._oldest(of_address, self._fresh, self._idle))
         return True
 

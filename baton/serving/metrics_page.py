@@ -65,8 +65,8 @@ class MetricsPage:
         self.address = ""
         self._access = access or Access()
         self._is_ready = is_ready
-        # Certificates are optional, because probes have none; a caller without one may not read
-        # the page.
+        # Certificates are optional, because probes have none; callers without a certificate may not
+        # read the page.
         self._tls = None if tls is None else ServerContext.of(tls, require_client_certs=False)
         self._registry = CollectorRegistry()
         self._registry.register(collector)

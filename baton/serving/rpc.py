@@ -99,8 +99,8 @@ class RpcServer:
             not, a second server on the port fails to start.
         limits: limits of connections.
         tls: the server's certificates; None: no TLS.
-        require_client_certs: whether clients need a certificate of a CA in ``tls``; if not, they
-            are not asked for one.
+        require_client_certs: whether clients need a certificate of a CA in ``tls``; if not, the
+            server asks clients for no certificate.
         max_streams: most concurrent calls per connection.
     """
 

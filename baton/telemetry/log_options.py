@@ -49,7 +49,7 @@ class LogOptions:
 
 
 def check_module(field: str, module: str) -> None:
-    """Raise ConfigError unless a module is one of our packages or in one of them."""
+    """Raise ConfigError unless a module is one of Baton's packages, or is in such a package."""
     if module.split(".")[0] not in OURS:
         known = ", ".join(OURS)
         raise ConfigError(f"{field}: must be one of {known}, or a module in one, got {module!a}")

@@ -125,7 +125,7 @@ class ChatTemplate:
 def load_chat_template(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the checkpoint's own template, or None if it has none.
+    """Return the checkpoint's own template; None: the checkpoint has no template.
 
     Args:
         config: content of the checkpoint's `tokenizer_config.json`.

@@ -19,8 +19,8 @@ class DetokenizeOptions:
     """Options for turning tokens into the text that a client sees.
 
     Attributes:
-        skip_special_tokens: whether the text leaves out special tokens. If not, it shows all of
-            them except the one that ended the output.
+        skip_special_tokens: whether the text leaves out special tokens. If not, the text shows all
+            special tokens except the token that ended the output.
         include_stop: whether the text includes the stop string or stop token that ended it.
         shown_token_ids: special tokens that are always shown.
     """
@@ -36,8 +36,8 @@ DEFAULT_TEXT = DetokenizeOptions()
 class StopStrings:
     """Finds stop strings in a text that comes in pieces, in linear time.
 
-    The stop string that is complete first ends the text; of several that end at one character, the
-    one that began first counts. So cuts between pieces do not change the result.
+    The stop string that is complete first ends the text; if several end at the same character, the
+    stop string that began first counts. Cuts between pieces therefore do not change the result.
 
     Args:
         include: whether the text includes the stop string.

@@ -192,8 +192,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text that a `Detokenizer` makes of token ids.
 
-        The library's text is the same, except with byte fallback, where one invalid byte makes it
-        lose all bytes next to it.
+        The library's text is the same, except with byte fallback: there the library loses all bytes
+        next to an invalid byte.
         """
         detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids, last=True)

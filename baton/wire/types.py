@@ -41,7 +41,7 @@ def finish_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """Convert a finish reason; one that only newer peers know still ends the output."""
+    """Convert a finish reason; a reason that only newer peers know still ends the output."""
     return _FINISH_FROM_PROTO.get(number, FinishReason.ABORT)
 
 

@@ -211,7 +211,7 @@ class BlockPool:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if self._index(block_id, block_hash, cache_class):
                 stored.append(block_hash)
-            else:  # already cached: it is the parent of the blocks stored next
+            else:  # already cached: this block is the parent of the blocks stored next
                 self._note_stored(stored, parent)
                 stored, parent = [], block_hash
         self._note_stored(stored, parent)

@@ -88,7 +88,9 @@ class Drafts:
     # ------------------------------------------------------------------ a step is chosen
 
     def plan_step(self, num_rows: int, running: Sequence[Request]) -> None:
-        """Decide how much the next step drafts and reads; call before requests are chosen.
+        """Decide the next step's number of drafts, and how many new requests the drafter reads.
+
+        Call this before the step's requests are chosen.
 
         Args:
             num_rows: most requests in the step.

@@ -44,7 +44,7 @@ class WaitingQueue:
         self._requests.insert(index, request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a preempted request at the front, as it ran before all waiting ones."""
+        """Queue a preempted request at the front, as it ran before all waiting requests."""
         self._requests.appendleft(request)
 
     def peek(self) -> Request | None:

@@ -191,7 +191,7 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:
-            end_within(END_AFTER_DEATH_S)  # the log's reader may be gone
+            end_within(END_AFTER_DEATH_S)  # logging may hang: the log's reader may be gone
             logger.critical("%s cannot go on", message.entry, exc_info=True)
             os._exit(1)
 
@@ -233,6 +233,6 @@ if __name__ == "__main__":
         watch.start()
         serve(Connection(messages), Connection(beside), until_over)
     except BaseException:
-        end_within(END_AFTER_DEATH_S)  # the log's reader may be gone
+        end_within(END_AFTER_DEATH_S)  # logging may hang: the log's reader may be gone
         logger.critical("this rank cannot go on", exc_info=True)
         os._exit(1)  # do not wait for library threads

@@ -66,7 +66,7 @@ class OtherRank(Protocol):
 
 
 class OtherRanks:
-    """All ranks but the leading one. When one of them is gone, all are ended.
+    """All ranks but the leading one. When one rank is gone, the other ranks are ended.
 
     Args:
         ranks: the ranks, in order.

@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-# Logits processed together, so that they and their noise stay in a core's cache.
+# Number of logits processed together: logits and noise stay in a core's cache.
 CHUNK_ELEMENTS = 2**16
 NO_TOKEN = -1
 _SPREAD = 0x9E3779B9  # 2**32 over the golden ratio, so that neighbouring ids become distant
@@ -125,7 +125,7 @@ def _draw_chunk(
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # others must beat its score
+    likely = bounds.argmax(axis=1)  # other tokens must beat its score
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):

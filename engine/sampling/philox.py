@@ -1,6 +1,6 @@
 """Random words that depend only on (seed, output position), so there is no generator state to lose.
 
-Words kept between steps are only computed ahead.
+Words that are kept between steps were computed ahead of time, and carry no state.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     if not len(again):
         return drafts
     rest = np.maximum(target[again] - proposed[again], 0.0)
-    # Both sum to 1, so `rest` is empty only by rounding.
+    # `target` and `proposed` both sum to 1, so rows of `rest` are all 0 only by rounding.
     nothing = rest.sum(axis=1) == 0
     rest[nothing] = target[again[nothing]]
     with np.errstate(divide="ignore"):

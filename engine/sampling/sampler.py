@@ -145,7 +145,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise of an unfiltered draw, whose winner wins here if kept."""
+    """Draw with an unfiltered draw's noise: the same token wins, unless a filter removes it."""
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:

@@ -69,7 +69,7 @@ class SamplingInput:
         request_ids: `[num_sampling]`; a request's tokens are neighbours.
         parameters: `[num_sampling]` of `PARAMETERS`.
         keys: `[num_sampling, 2]`, random words by seed and output position: the only source of
-            randomness. If all rows are greedy, keys may be stale, as they are not read.
+            randomness. If all rows are greedy, keys may be stale, because greedy rows read no keys.
         adjusted: snapshots, by row, of the requests whose choice depends on more than the logits.
         draft_token_ids: `[num_sampling]`, the draft at the sampled token's position;
             `UNKNOWN_TOKEN` where there is none. Empty: the step has no drafts.

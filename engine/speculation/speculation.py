@@ -135,10 +135,10 @@ class Speculation:
         return self._num_steps_of_none > _NONE_FOR_LONG
 
     def num_to_read(self) -> int:
-        """Return the number of requests that start now and must be read by the drafter.
+        """Return how many of the requests that start now the drafter must read.
 
-        All, unless no drafts have paid for long. Then one if a trial is due, else none. A request
-        that is not read from its start is never drafted for.
+        The drafter reads all requests, unless no drafts have paid for long. Then the drafter reads
+        one request if a trial is due, else none. A request unread at its start gets no drafts.
         """
         if not self.drafter_reads or not self._none_for_long:
             return ALL
@@ -297,7 +297,7 @@ def find_drafter(config: EngineConfig) -> EngineConfig:
 
 
 def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | None:
-    """Make the speculation that the options ask for; None: none."""
+    """Make the speculation that the options ask for; None: the options ask for no drafts."""
     if not config.max_num_drafts:
         return None
     proposer = PROPOSERS.load(config.speculative_method)(config)

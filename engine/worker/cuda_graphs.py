@@ -148,7 +148,8 @@ class StepGraphs:
     Args:
         context: the model and its cache.
         inputs: the tensors that the graphs read.
-        capture: records a step; on a CPU, the tests' function reruns the step.
+        capture: captures a step as a CUDA graph; tests on CPUs pass a function that computes the
+            step again.
     """
 
     def __init__(self, context: GraphContext, inputs: GraphInputs, capture: Capture) -> None:

@@ -100,7 +100,7 @@ def choose_dtype(
     if name == "auto":
         name = model.compute_dtype
         if device.type == "cpu":
-            # Without such instructions smaller types are slower (ADR 0097).
+            # Without bfloat16 instructions, smaller types are slower (ADR 0097).
             name = "bfloat16" if has_bfloat16 and name == "bfloat16" else "float32"
         elif name == "float32":
             # float32 takes twice the memory and misses most of the speed of matrix units.

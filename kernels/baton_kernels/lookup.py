@@ -58,10 +58,10 @@ class Text:
         self.num_tokens = num_tokens
 
     def continuation(self, num_tokens: int, least: int, most: int) -> tuple[int, ...]:
-        """Return the tokens after the copy that `find_run` finds; empty if there is none.
+        """Return the tokens after the copy that `find_run` finds; empty without a copy.
 
-        If the text ends before ``num_tokens`` are found, the tokens after the copy are repeated, as
-        a text that repeats itself probably continues to.
+        If the text ends before ``num_tokens`` are found, the tokens after the copy are repeated: a
+        text that repeats itself probably goes on repeating.
 
         Args:
             num_tokens: number of tokens to return.

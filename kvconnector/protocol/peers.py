@@ -213,7 +213,7 @@ class Peers:
         )
 
     def try_begin_probe(self, engine_id: str, number: int) -> bool:
-        """Start a probe if a peer answers our current Hello; return whether one was started."""
+        """Start a probe if a peer answers our current Hello; return whether a probe was started."""
         peer = self._peers[engine_id]
         waits = peer.is_expected and self._is_fresh(peer)
         if not waits or peer.is_probing or peer.is_probed or peer.probe != number:

@@ -72,7 +72,7 @@ class ReceiveMachine:
         self._slots = ProbeSlots(self._turn, own, self.peers)
         self.grants = Repeats()
         self._drains = Drains()
-        self._num_reads = 0
+        self._num_reads = 0  # rounds in which the transport was read; `Drains` counts in these
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now

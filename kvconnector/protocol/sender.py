@@ -54,7 +54,7 @@ from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
 
 logger = logging.getLogger(__name__)
 
-PAUSE = Pause()
+PAUSE = Pause()  # the loop returns it after all earlier actions; then `_post_next` runs
 UNREACHED = "the decode node cannot be reached"
 
 
@@ -406,7 +406,7 @@ class SendMachine:
         """Stop posting for a transfer; `_finish_if_quiet` ends it once nothing is in flight.
 
         Args:
-            transfer: None: it has ended here already, and nothing is done.
+            transfer: the transfer; None: it has ended here already, so do nothing.
         """
         if transfer is not None:
             transfer.fail(reason)

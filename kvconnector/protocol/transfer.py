@@ -40,7 +40,8 @@ class Piece:
         indices: places of ``block_ids`` among the request's travelling blocks.
         watermark: numbers of prompt tokens and travelling blocks that are complete once this and
             all earlier pieces have arrived.
-        attempt: how often the decode node has asked for these blocks again.
+        is_computed: returns whether the GPU has computed the blocks; None: they are computed.
+        attempt: how often the decode node has asked for the piece's blocks again.
     """
 
     indices: tuple[int, ...]

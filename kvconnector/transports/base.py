@@ -125,7 +125,7 @@ class KVTransport(Protocol):
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
         """Forbid a transfer's writes; return whether none of them can land any more.
 
-        One-sided writes cannot be refused, so False for them.
+        Transports with one-sided writes cannot refuse them, and return False.
         """
 
     def notify(self, engine_id: str, payload: bytes) -> None:

@@ -47,7 +47,7 @@ class Look:
     """The blocks at one moment.
 
     Attributes:
-        held: blocks that have an owner, or references without one.
+        held: blocks that have an owner, or references without an owner.
         stale: held blocks without an owner, or whose request is no longer open.
     """
 

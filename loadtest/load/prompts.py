@@ -94,10 +94,10 @@ class SharedBeginnings:
         self._seen: set[int] = set()
 
     def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
-        """Return the share of a prompt with which an earlier one also began; remember the prompt.
+        """Return the fraction of a prompt that also begins an earlier prompt; remember the prompt.
 
-        Parts with one seed and different lengths also begin alike. They are not counted: only the
-        last blocks of traces are such parts.
+        Parts with one seed and different lengths also begin alike. These beginnings are not
+        counted: only the last blocks of traces are such parts.
         """
         sizes = prompt.sizes
         begins_alike = True

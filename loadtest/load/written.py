@@ -27,7 +27,7 @@ class WrittenTurn:
 
 
 def written_conversations(plan: LoadPlan, seed: str) -> Iterator[list[WrittenTurn]]:
-    """Yield conversations without end; after the last of the data set, start again as new.
+    """Yield conversations without end; after the last conversation, begin the data set again.
 
     Each first message begins with a mark of the run, so cached prompts of earlier runs do not help.
     Conversations of one run still share what they share in the data set.

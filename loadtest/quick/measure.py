@@ -182,7 +182,8 @@ async def _measure(
     target = await open_target(access)
     try:
         session = Session(target, stop)
-        # The first request is slower, and a refused one would be repeated for the whole load.
+        # The first request is slower than later ones. If it is refused, the whole load would be
+        # refused.
         first = await session.play(_plan(1, INPUT_TOKENS, num_requests=1))
         for kind, message in first.summary.error_examples.items():
             raise TargetError(kind, message)

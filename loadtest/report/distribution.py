@@ -10,8 +10,7 @@ PER_MILLE = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p999": 999}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Percentiles by nearest rank: at least 99 % of the values do not exceed p99, the smallest such
-    value.
+    """Percentiles by nearest rank: p99 is the smallest value that 99 % of the values do not exceed.
     Attributes:
         count: sum of the values' weights.
     """

@@ -50,7 +50,8 @@ class Stage:
     """A part of the mean request's time, over all receipts; requests without the part count as 0.
 
     Attributes:
-        latency: the summary's name for this part, there only over requests that have it.
+        latency: name of the part's latency in the summary, which leaves out requests without the
+            part.
         begin_s: begin of the stage in the mean request, from its arrival.
         seconds: length of the stage in the mean request; lengths of consecutive stages add up.
         overlaps: whether the stage runs at the same time as others, not between them.
@@ -68,7 +69,7 @@ class Series:
     """The figures of a run over time, and its distributions.
 
     Attributes:
-        cdfs: per latency, pairs of seconds and the share of values up to there.
+        cdfs: per latency, pairs of seconds and the share of values that are at most these seconds.
         bin_s: width of the timeline's bins; the first one begins with the run, warm-up included.
         waterfall: the stages in order, for measured requests with a receipt.
     """

@@ -42,7 +42,7 @@ _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _MOE}
 _NAMES = {name: name for name in _LETTERS.values()} | {"mamba": _MAMBA, "attention": _ATTENTION}
 _PATTERN, _PARTS = "hybrid_override_pattern", "layers_block_type"
 _TIME_STEP_MIN = 0.001
-# Field names in older files -> in newer files; if a file has both, the older one is used.
+# Field names in older files -> in newer files; if a file has both, the older name is used.
 _OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",

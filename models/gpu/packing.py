@@ -127,7 +127,7 @@ class _Packing:
     def _keep(
         self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep a checkpoint's format; None if another one is wanted or kernels lack it."""
+        """Keep a checkpoint's format; None if another format is wanted or kernels lack it."""
         kept, layout = integers_alike(parts)
         if layout is None:
             return self._keep_float8(parts) if wanted in (None, QuantizedFormat.FP8) else None

@@ -59,7 +59,7 @@ def split_fused_experts(
     Args:
         tensors: tensors by name.
         num_experts: number of experts in each layer with experts.
-        rename: turns a module's name into the checkpoint's name for it.
+        rename: turns a module's name into the name in the checkpoint.
         by_turns: whether fused experts are stored as in gpt-oss.
         as_linears: whether fused experts are stored as in Granite 4.
     """

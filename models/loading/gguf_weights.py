@@ -58,7 +58,7 @@ class _Tensor:
 
 
 def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
-    """Yield every tensor; reading one gives float32 or the file's 16-bit type.
+    """Yield every tensor; a tensor is read as float32 or in the file's 16-bit type.
 
     Quantized values equal those of `gguf.dequantize`, in float32.
 

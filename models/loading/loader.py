@@ -84,7 +84,8 @@ def load_model(
         packer: stores linear layers in its own form, such as ``models.cpu.packing.CpuPacker``;
             None: as torch's parameters.
         ops: compute the layers; None: the fastest ops for their device.
-        ranks: ranks that share the model; each loads its part; by default, one rank has all of it.
+        ranks: ranks that share the model; each loads its part; by default, one rank has the whole
+            model.
         cache: keeps packed weights in files that processes share; None: no files are kept.
 
     Raises:
@@ -295,7 +296,7 @@ class _Names(NamedTuple):
 
 
 def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention | LatentAttention, str]]:
-    """Return every scale that a checkpoint may have, by its name there; latents have none."""
+    """Return all KV scales that a checkpoint may have, by name; latents have no scales."""
     return {
         model.checkpoint_name(f"{path}.{name}"): (module, attribute)
         for path, module in model.named_modules()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Collective(Protocol):
-    """The ranks of one model, from the view of one of them.
+    """The ranks of one model, from the view of one rank.
 
     Calls raise `CollectiveError` when another rank is gone, or silent for too long.
 
@@ -88,7 +88,7 @@ SINGLE_RANK = SingleRank()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A model's ranks, from the view of one of them; each stage of layers is shared by a group.
+    """A model's ranks, from the view of one rank; each stage of layers is shared by a group.
 
         stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage is the
                                                         leader: it samples, beside the engine

@@ -127,7 +127,7 @@ class Dispatcher:
             NodeUnavailableError: no nodes were found, or too many attempts failed.
             OverloadedError: decode nodes ran out of memory too often.
             DeadlineExceededError: the call's deadline passed.
-            PoisonRequestError: this call, or an earlier equal one, crashed nodes.
+            PoisonRequestError: this call, or an earlier equal call, crashed nodes.
         """
         await self.turns.wait_for_turn()
         if self._stopped is not None:

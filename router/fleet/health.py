@@ -80,7 +80,7 @@ class NodeHealth:
         return self.state is HealthState.EJECTED
 
     def note_open(self, num_open: int) -> None:
-        """Note the number of requests open on this node, after one was placed or closed."""
+        """Note the number of requests open on this node, after a request was placed or closed."""
         if self.state is HealthState.CANARY and num_open <= 1:
             self._on_change()
 
@@ -94,9 +94,9 @@ class NodeHealth:
         """Note a failed attempt; too many of them eject the node.
 
         Args:
-            partner: engine id of the other node, if that one may be to blame. Failures between two
-                nodes count against this one only with several partners. Empty: only this node is to
-                blame.
+            partner: engine id of the other node, if the other node may be to blame. Failures
+                between two nodes count against this one only with several partners. Empty: only
+                this node is to blame.
         """
         if self.state is HealthState.EJECTED:
             return

@@ -95,7 +95,7 @@ class LostNodes:
 
     @property
     def last_loss_at(self) -> float:
-        """When the last node left that has not come back; -inf without such a node."""
+        """Time when the latest node left that has not come back; -inf without such a node."""
         times = (one.at for one in reversed(self._losses) if one.fate is not Fate.RETURNED)
         return next(times, float("-inf"))
 

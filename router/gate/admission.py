@@ -31,7 +31,7 @@ from router.gate.ticket import Ticket
 
 # How often waiting requests check for room on the nodes.
 _PUMP_INTERVAL_S = 0.005
-# Requests are planned with this margin: without it, half of them would finish late.
+# Plan requests with this margin: without a margin, half of the requests would finish late.
 _MARGIN = 1.15
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 

@@ -12,7 +12,7 @@ from router.gate.overload import LoopLag, Overload
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 2**60  # version-1 cgroups write a number near 2**63 for no limit
-_LOOKS_BETWEEN = 5  # lag is measured this often per measurement of the others
+_LOOKS_BETWEEN = 5  # measurements of the lag per measurement of the other resources
 
 
 def num_descriptors() -> int:

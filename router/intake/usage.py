@@ -1,8 +1,8 @@
 """Usage: the cost of a request as its client may see it.
 
-A tenant that shares a cache sees as cached only what it sent itself; other cached tokens count as
-computed. Numbers that would reveal them (chunks, bytes sent) are left out. Knows no queue and no
-node.
+A tenant that shares a cache sees only tokens of its own prompts as cached; other cached tokens
+count as computed. Numbers that would reveal other tenants' tokens (chunks, bytes sent) are left
+out. Knows no queue and no node.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class OwnPrompts:
 
 
 def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
-    """Return the receipt for a client that sent this many of the tokens before; None: hide none."""
+    """Return the receipt for a client that sent so many of its tokens; None: hide nothing."""
     if num_own_tokens is None:
         return receipt
     prefill, decode = receipt.prefill, receipt.decode

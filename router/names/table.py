@@ -125,12 +125,12 @@ class NameTable:
         return found
 
     def find_adapter(self, name: str) -> str:
-        """Return the adapter of a name; empty: it has none, or is unknown."""
+        """Return the adapter of a name; empty: no adapter, or an unknown name."""
         served = self._served.get(name)
         return "" if served is None else served.adapter
 
     def _first(self, principal: Principal) -> ServedName:
-        """Return the first name that a caller may use, or the first of all if it may use none."""
+        """Return the first name that a caller may use; if there is none, the first name of all."""
         usable = (one for one in self._served.values() if _may_use(principal, one.name))
         return next(usable, next(iter(self._served.values())))
 

@@ -32,7 +32,7 @@ class RouteQuery:
         num_waiting: requests that wait at the router for room on the nodes.
         now: current time, by `time.monotonic`; 0: ignore elapsed times.
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
-            id, without nodes that have none. Called only if needed.
+            id, without nodes that have cached nothing. Called only if needed.
         adapter_load_s: seconds that a node needs to load the request's adapter, by engine id of
             nodes that lack it.
     """

@@ -32,8 +32,8 @@ from router.policies.cost_terms import (
 )
 from router.policies.probes import find_probe
 
-# Estimates are not exact enough for smaller differences to decide: then the node wins that was sent
-# fewer tokens so far, so that all caches get used.
+# Estimates are too inexact to decide between costs that differ less than this. Of such nodes, the
+# node that was sent the fewest tokens so far wins, so that all caches get used.
 PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest prefill cost
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
@@ -214,7 +214,7 @@ def _shortlist(
 ) -> list[tuple[float, int, int]]:
     """Return (cost, tokens placed there, index) of the best nodes, best first.
 
-    All costs near the lowest one are replaced by it.
+    The lowest cost replaces all costs near the lowest cost.
     """
     best_s = min(costs_s)
     near_s += best_s

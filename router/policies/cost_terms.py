@@ -89,7 +89,7 @@ class CostTerms:
         return max(self.num_tokens - self.cached.get(node.engine_id, 0), 1)
 
     def load_s(self, node: NodeLoad) -> float:
-        """Return the seconds that a node needs to load the request's adapter; 0 if it has it."""
+        """Return the seconds that a node needs to load the request's adapter; 0 if it is loaded."""
         return self.adapter_load_s.get(node.engine_id, 0.0)
 
     def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
@@ -160,7 +160,7 @@ class Place:
 
 
 def prefill_costs(terms: CostTerms) -> list[float]:
-    """Return each prefill node's cost: its queue and this prompt, as in `prefill_terms`."""
+    """Return each prefill node's seconds for its queue and this prompt; see `prefill_terms`."""
     nodes = terms.fleet.prefills
     now, num_tokens = terms.now, terms.num_tokens
     num_behind = terms.num_behind
@@ -338,7 +338,7 @@ def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     if num_lacking > 0:
         num_held = max(node.num_blocks * node.block_size - node.num_free_tokens, 1)
         wait_s = residence_s * num_lacking / num_held
-    if beat.num_waiting:  # they have their KV and wait for a place in the batch
+    if beat.num_waiting:  # requests have their KV and wait for a place in the batch
         ahead = (beat.num_waiting + 1) / max(beat.num_running, 1)
         wait_s = max(wait_s, residence_s * ahead)
     return wait_s

@@ -30,7 +30,7 @@ PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
 DEADLINE_SHARE = 0.1  # most extra cost as a share of the time until the request's deadline
 MAX_LOOKED_AT = 4  # most nodes of each role that a request looks at
-# Estimates are about this exact: a node needs a probe only if it looks slower by more.
+# Estimates are about this exact: only a node that looks slower by more needs a probe.
 LEAST_SLOWNESS = 1.25
 
 

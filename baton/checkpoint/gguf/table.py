@@ -22,7 +22,7 @@ ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the row of a file's architecture; raises ModelLoadError if it has none."""
+    """Return the row of a file's architecture; raises ModelLoadError if there is no such row."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES.names():
         raise ModelLoadError(

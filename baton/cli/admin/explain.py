@@ -1,4 +1,4 @@
-"""`baton admin explain`: why a request was placed as it was, or where one would go now."""
+"""`baton admin explain`: why a request went to its nodes, or where a prompt would go now."""
 
 from __future__ import annotations
 

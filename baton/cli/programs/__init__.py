@@ -1,1 +1,1 @@
-"""Commands that run programs; the programs' dataclasses declare their options."""
+"""Commands that run Baton's programs; each program's dataclass declares the command's options."""

@@ -50,7 +50,7 @@ _CONTROL = "".join(map(chr, range(0x20)))
 
 
 def enforceable_schema(text: str) -> str:
-    """Narrow a JSON Schema to one that can be enforced; raises InvalidRequestError if none can."""
+    """Narrow a JSON Schema to an enforceable schema; raises InvalidRequestError if none exists."""
     root = json.loads(text)
     try:
         found = _Repairs(root).repaired(root, "#")

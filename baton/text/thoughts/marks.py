@@ -79,7 +79,7 @@ _BY_SIGNS = (
 def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
     """Return a checkpoint's thought marks, found by its chat template or its tokens.
 
-    Raises InvalidRequestError if it has none.
+    Raises InvalidRequestError if the checkpoint has no thought marks.
     """
     template = tokenizer.chat_template
     source = "" if template is None else template.source(with_tools=True)

@@ -87,7 +87,7 @@ class ThoughtState:
 
     @property
     def choices(self) -> Sequence[int]:
-        """Fixed tokens of which one must come next; empty if any token may."""
+        """Tokens of which the model must choose one next; empty: all tokens are allowed."""
         thinking = self._thinking
         match self.phase:
             case Phase.OPENING:

@@ -147,8 +147,8 @@ class LayersDrafting:
         """Append a step's tokens and states to the unread tokens.
 
         Args:
-            known: tokens of positions ``start`` to ``end``. The last one is missing if the request
-                sampled no token and the drafter reads no states.
+            known: tokens of positions ``start`` to ``end``. The last token is missing if the
+                request sampled no token and the drafter reads no states.
             states: states of the positions from ``start`` on.
         """
         shift = self._shift

@@ -48,8 +48,8 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    Used by the computing thread, whose number of threads it sets. The node's cores are lent until
-    the first `borrow`.
+    The computing thread calls the methods, which set the number of threads that compute. The node's
+    cores are lent until the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.

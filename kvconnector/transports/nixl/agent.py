@@ -107,8 +107,8 @@ class NixlAgent:
         """Add a peer, or take up a released peer again.
 
         Args:
-            name: name that the metadata must have. Metadata with another name would replace that
-                peer's, so it is refused before NIXL sees it.
+            name: name that the metadata must have. NIXL must not see metadata with another name,
+                which would replace another peer's metadata.
 
         Raises:
             TransferError: the metadata is of another peer, or NIXL refuses it.

@@ -98,8 +98,8 @@ class NixlTransport:
     """Copies blocks with NIXL; a `KVTransport`.
 
     Args:
-        engine_id: the node's engine id. With the rank, it names the agent, so it must be new at
-            every process start.
+        engine_id: the node's engine id. Engine id and rank name the agent, so the engine id must be
+            new at every process start.
         memory: the KV memory; registered once, and must not move.
     """
 

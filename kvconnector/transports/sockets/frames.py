@@ -112,7 +112,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A complete frame; ``head`` is decoded unless it is a message."""
+    """A complete frame; ``head`` is decoded unless the frame is a message."""
 
     kind: Kind
     head: Head | bytes

@@ -73,7 +73,7 @@ class Outgoing:
         renew_bytes: bytes after which an idle connection is replaced, for new keys.
 
     Attributes:
-        problem: why the connection has failed for good; empty: it has not.
+        problem: why the connection has failed for good; empty: no such failure.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def _count(record: RequestRecord, nodes: defaultdict[str, NodeFigures]) -> None:
 
 
 def _count_failures(record: RequestRecord, nodes: defaultdict[str, NodeFigures]) -> None:
-    """Count failed attempts on both nodes, because the log does not say which one was at fault."""
+    """Count failed attempts on both nodes, because the log does not say which node was at fault."""
     for attempt in record.attempts:
         if attempt.failed_s is not None:
             for name in filter(None, (attempt.prefill_node, attempt.decode_node)):

@@ -88,7 +88,7 @@ class AnsweredMessage(msgspec.Struct, kw_only=True):
 
 
 class Event(AnswerEvent, omit_defaults=True):
-    """An event of a stream; which fields it has depends on its type."""
+    """An event of a stream; its type decides which fields are present."""
 
     index: int | None = None
     message: AnsweredMessage | None = None

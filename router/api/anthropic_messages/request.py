@@ -56,7 +56,7 @@ _ELSEWHERE = {
 
 
 class Block(msgspec.Struct):
-    """One block of a message; which fields it has depends on its type.
+    """One block of a message; its type decides which fields are present.
 
     Attributes:
         content: a tool_result's content.

@@ -102,7 +102,7 @@ class Journal:
     async def read(
         self, request_id: str, output_index: int, *, tenant: str = ""
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield a stream's pieces from an index on; stored pieces come as one.
+        """Yield a stream's pieces from an index on; stored pieces are joined into one.
 
         Raises InvalidRequestError for an unknown id or an index within a piece, OverloadedError for
         too many readers, and the stream's own error.

@@ -116,7 +116,7 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
     body = await read_body(request, CompletionRequest, options)
     intake, named = request[SERVED].intake, request[SERVED].defaults
     check_stream(body)
-    # The engine always makes a token; this one is left out of the answer.
+    # The engine always makes a token; the answer leaves out this token.
     scores_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = named.num_tokens(body.max_tokens, DEFAULT_MAX_TOKENS)
     params = sampling_params(

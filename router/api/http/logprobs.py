@@ -203,7 +203,7 @@ class TextOffsets:
 def as_many(
     logprobs: Sequence[TokenLogprobs | None], num_tokens: int
 ) -> Sequence[TokenLogprobs | None]:
-    """Return the logprobs, or one None per token if a node sent none."""
+    """Return the logprobs; if a node sent no logprobs, return one None per token."""
     return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
 
 

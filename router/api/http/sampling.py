@@ -45,8 +45,8 @@ def sampling_params(
 
     Args:
         defaults: values of parameters that the request leaves out.
-        structured_output: replaces ``response_format``: a constraint to calls, or to calls and an
-            answer.
+        structured_output: constraint that replaces ``response_format``, so that the output consists
+            of calls, or of calls and an answer.
     """
     given: dict[str, Any] = dict(defaults or {})
     given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})

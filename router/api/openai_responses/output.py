@@ -90,7 +90,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class Event(AnswerEvent, omit_defaults=True):
-    """An event of a stream; which fields it has depends on its type."""
+    """An event of a stream; its type decides which fields are present."""
 
     sequence_number: int = -1
     response: dict[str, Any] | None = None

@@ -58,7 +58,7 @@ class ItemPart(msgspec.Struct):
 
 
 class InputItem(msgspec.Struct):
-    """One item of the conversation; which fields it has depends on its type.
+    """One item of the conversation; the item's type decides which fields are present.
 
     Other fields from earlier answers, such as ids, are ignored.
     """

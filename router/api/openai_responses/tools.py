@@ -24,7 +24,7 @@ _BETWEEN = "__"  # between namespace and name
 
 
 class ToolFormat(msgspec.Struct):
-    """The form of a custom tool's input: any text, or one that fits a grammar."""
+    """The form of a custom tool's input: any text, or text that fits a grammar."""
 
     type: str
     syntax: str | None = None
@@ -32,7 +32,7 @@ class ToolFormat(msgspec.Struct):
 
 
 class ResponsesTool(msgspec.Struct):
-    """A tool that the model may call; which fields it has depends on its type.
+    """A tool that the model may call; its type decides which fields are present.
 
     Attributes:
         format: form of a custom tool's input; None: any text.

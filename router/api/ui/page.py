@@ -45,7 +45,7 @@ FOLDER = Path(__file__).parent / "files"
 MAX_REQUESTS = 40
 MAX_NODES = 256
 MAX_PAIRS = 400
-# Nothing from other sites, nothing inline, and no framing.
+# Forbid resources of other sites, inline scripts and styles, and framing.
 _POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

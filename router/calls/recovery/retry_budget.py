@@ -33,7 +33,7 @@ class RetryOptions:
         failing_for_s: while nodes cannot reach each other, the call fails only if its first failure
             was at least this long ago.
         max_preemptions: the call fails after more preemptions; an attempt on a node that lacks the
-            call's adapter counts as one.
+            call's adapter counts as a preemption.
         max_losses: the call fails after losing a node in more attempts.
         trial_pause_s: a suspect call is tried alone when no node has been lost for this long, and
             no similar call is on trial (see `suspects.py`).

@@ -49,10 +49,10 @@ class Quarantined:
         fingerprint: keyed hash of the request; differs between routers.
         request_id: the id of the request that was ended.
         principal: name of the caller.
-        engine_ids: nodes that were lost with it.
+        engine_ids: nodes that were lost together with the request.
         expires_at: end of the refusals, by the clock of `Suspects`.
         loss: the death during the trial; if this node returns, equal requests are accepted again.
-        num_refused: equal requests refused since this one was ended.
+        num_refused: equal requests refused since this request was ended.
     """
 
     fingerprint: str
@@ -89,7 +89,7 @@ class Suspects:
     Attributes:
         rooms: nodes that are kept for trials.
         num_ended_total: requests that were ended as poison.
-        num_refused_total: requests refused because an equal one was ended as poison.
+        num_refused_total: requests refused because an equal request was ended as poison.
     """
 
     def __init__(self, pool: NodePool, *, quarantine_s: float = QUARANTINE_S) -> None:

@@ -94,7 +94,7 @@ class Suspicion:
         """Return how long to wait before placing the call; ask again after that.
 
         Raises:
-            PoisonRequestError: this call or an equal one was found to kill nodes.
+            PoisonRequestError: this call or an equal call was found to kill nodes.
         """
         suspects, now = self._suspects, self._suspects.clock()
         suspects.check_fingerprint(self._fingerprint)
@@ -131,7 +131,7 @@ class Suspicion:
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
     def note_placed(self, placement: Placement) -> None:
-        """Note that the call was placed; begin its trial if this is the node kept for it."""
+        """Note that the call was placed; begin its trial if it is on the node kept for the call."""
         prefill, decode = placement.prefill, placement.decode
         computes = prefill if prefill is not None and self._work is Work.PROMPT else decode
         if self._room and computes.engine_id == self._room:
@@ -200,7 +200,7 @@ class Suspicion:
 
 
 def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
-    """Return the work of an attempt that a node may have begun and not completed, or None."""
+    """Return the work that a node may have begun for an attempt and not completed, or None."""
     prefill, decode = attempt.prefill, attempt.decode
     if prefill is not None and prefill.engine_id == engine_id and not attempt.began:
         return Work.PROMPT

@@ -23,12 +23,12 @@ from router.fleet.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
-# Time for a new room's requests to finish before they are moved.
+# Time for a newly kept node to finish its requests before the router moves these elsewhere.
 QUIESCE_S = 1.0
 # Longest time that a room is kept, over all its suspects.
 MAX_KEPT_S = 5.0
-# Time that the node then serves ordinary requests before it may be kept again. Without this rest,
-# a series of suspects could keep the only node for good.
+# Time that a node which was kept then serves ordinary requests before it may be kept again. Without
+# this rest, a series of suspects could keep the only node for good.
 REST_S = 2.0
 # Time for the next suspect to take over a free room.
 HAND_OVER_S = 0.1

@@ -22,8 +22,8 @@ class PrefillForecast:
         compute_s: expected time from the node's begin of the prompt until token 1.
         placed_at: when the prompt was placed, by the router's clock.
         measured_wait_s: measured wait until the node began the prompt; None before token 1.
-        measured_compute_s: measured time from there until token 1; None before token 1. Prompts of
-            one step each get the step's time.
+        measured_compute_s: measured time from the node's begin of the prompt until token 1; None
+            before token 1. Prompts that share a step each get the whole step's time.
     """
 
     num_tokens: int

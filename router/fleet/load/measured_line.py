@@ -58,8 +58,8 @@ class MeasuredLine:
 
     Args:
         profile: times that the node measured at its start, sorted by units.
-        shared: line of all nodes, which gets every measurement but the first. It is the prior of a
-            node without profile; for others, its ``fleet_level`` is the first level.
+        shared: line of all nodes, which gets every measurement but the first. This line is the
+            prior of nodes without a profile; other nodes begin at its ``fleet_level``.
         default: two points, used before any measurement; needed without ``shared``.
         num_kept: number of measurements kept.
         shared_units: units at which the line samples ``shared``.

@@ -72,8 +72,8 @@ class Account:
         num_uncomputed: prompt tokens to compute here.
         num_arriving: prompt tokens whose KV needs room here and has not arrived.
         num_decoding: prompt tokens of a request that decodes here; 0 before.
-        is_beside: whether this decode node had other requests when this one was placed.
-        begun_at: when its first token came from this decode node; None before.
+        is_beside: whether this decode node had other requests when this request was placed.
+        begun_at: when the request's first token came from this decode node; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
         unmeasured: tokens of a prompt that this decode node computed, and the seconds measured by

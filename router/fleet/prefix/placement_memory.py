@@ -18,8 +18,8 @@ class PlacementMemory:
 
     Args:
         max_blocks: most contents remembered.
-        lifetime_s: longest time that a placement is remembered; the shortest is half of it, or less
-            if there are too many.
+        lifetime_s: longest time that a placement is remembered; the shortest time is half as long,
+            or less if there are too many placements.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -53,7 +53,7 @@ class PlacementMemory:
             self._newest[block_hash] = self._newest.get(block_hash, 0) | bit
 
     def get(self, block_hash: ShortHash, default: int) -> int:
-        """Return the nodes that recently got this content, as bits, or ``default`` if none."""
+        """Return the nodes that recently got this content, as bits; else ``default``."""
         newest = self._newest.get(block_hash, 0)
         return newest | self._previous.get(block_hash, 0) or default
 

@@ -33,7 +33,7 @@ def call_steps(
     names: Collection[str] | None = None,
     make_id: MakeId = new_call_id,
 ) -> Steps[str | None]:
-    """Read a call. Return None if it is one; else return the consumed text.
+    """Read a call and return None; if the text is no call, return the consumed text.
 
     A call counts once its name and the ``{`` of its arguments were read, even if the rest is
     invalid.
@@ -106,7 +106,7 @@ class _CallReader:
                 return (yield from self._expect("}"))
 
     def _member(self, key: str) -> Steps[bool]:
-        """Read a member's value; return whether a call may have it."""
+        """Read a member's value; return whether calls may have such a member."""
         if key == "name" and not self._name:
             name = yield from self._string()
             if not name or (self._names is not None and name not in self._names):

@@ -77,7 +77,7 @@ class _Reader:
                 yield form.open + no_call
 
     def _call(self, source: Source) -> Steps[str | None]:
-        """Read a call. Return None if there was one; else the consumed text."""
+        """Read a call and return None; if the text is no call, return the consumed text."""
         form = self._form
         name = yield from source.match(_NAME)
         read = name + (yield from source.match(SPACE))

@@ -83,7 +83,7 @@ class PythonForm:
 def _calls(
     source: Source, names: frozenset[str] | None, read: str, make_id: MakeId
 ) -> Steps[str | None]:
-    """Read calls. Return None if there was one; else the consumed text.
+    """Read calls and return None; if the text has no call, return the consumed text.
 
     Args:
         names: functions that may be called; None: any.

@@ -173,7 +173,8 @@ class _Value:
             return CallArguments(_escaped(text))
         self._held.append(text)
         self._num_held += len(text)
-        # If the first characters do not decide that it is a string, the rest will not either.
+        # If the first characters do not show that the value is a string, later ones will not,
+        # either.
         if self._num_held - len(text) > _DECIDED_CHARS:
             return None
         begun = "".join(self._held)

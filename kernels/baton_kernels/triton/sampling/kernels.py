@@ -348,7 +348,7 @@ def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexp
 def draw_above(
     logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Draw the token of the best score among keys of at least ``least``; one must exist."""
+    """Draw the token of the best score among keys of at least ``least``; such a key must exist."""
     best_scores = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_tokens = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, vocab_size, BLOCK):
