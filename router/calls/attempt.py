@@ -95,12 +95,8 @@ class Attempt:
             load = self.prefill.load
             arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
         if self.decode is not None:
-            self.forecast = self.decode.open_leg(
-                self._request_id,
-                self.epoch,
-                # the leg's tokens: here all that the request may hold, below those to compute
-                len(call.prompt_token_ids) + params.max_tokens,
-                self,
+            work = LegWork(
+                num_tokens=len(call.prompt_token_ids) + params.max_tokens,
                 num_uncomputed=0 if self.prefill else num_uncomputed,
                 num_arriving=num_tokens,
                 max_tokens=params.max_tokens - len(output_token_ids),

@@ -47,8 +47,10 @@ class RequestRecord:
         tenant: the caller's tenant.
         received_at: arrival, by `time.time`.
         started_at: arrival, by the log's clock.
-        accepted_s: when the request was checked and tokenized.
-        admitted_s: when the gate admitted the request; None: not yet.
+        model: name that the request is served under.
+        adapter: digest of the adapter that the name stood for; empty: the base model.
+        accepted_s: when it was checked and tokenized.
+        admitted_s: when the gate admitted it; None: not yet.
         call: the call; None unless the request is traced.
         trace: the request's span; None: not traced.
         finish_reason: why the output ended; None: not ended, or ended with an error.
