@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from baton.adapters.files import AdapterFiles
+from baton.adapters.files import Adapter, AdapterFiles
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
@@ -95,6 +95,9 @@ class DraftingExecutor:
 
     def check_adapter(self, files: AdapterFiles) -> None:
         self._executor.check_adapter(files)
+
+    def pack_adapter(self, adapter: Adapter) -> int:
+        return self._executor.pack_adapter(adapter)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
