@@ -100,9 +100,9 @@ def test_an_adapter_is_of_the_one_model_or_says_of_which(
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ("t=one", r"with several models, must be NAME=FOLDER=MODEL with a MODEL of .*, got 't=o"),
-        ("t=one=/c", r"with several models, must be NAME=FOLDER=MODEL .*, got 't=one=/c'"),
-        ("t==/b", r"with several models, must be NAME=FOLDER=MODEL .*, got 't==/b'"),
+        ("t=one", r"with several models, must be NAME=SOURCE=MODEL with a MODEL of .*, got 't=o"),
+        ("t=one=/c", r"with several models, must be NAME=SOURCE=MODEL .*, got 't=one=/c'"),
+        ("t==/b", r"with several models, must be NAME=SOURCE=MODEL .*, got 't==/b'"),
         ("x=one=/a", r"'x' is the name of two things"),
     ],
 )
