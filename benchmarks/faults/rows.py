@@ -163,7 +163,7 @@ MANY_NAMES = Source("many_names", (
         "none, 2,000 requests"),
     Row("an unknown name, and a name without nodes, are refused after (95th percentile)",
         _slowest_refusal, "<= 50 ms",
-        "client, router and nodes share two cores with other work; the median was below 2 ms."),
+        "client, router and nodes share two cores with other work."),
 ), "Real processes: two base models and three adapters behind one address, two slots for adapters"
    " on each node. Each answer is compared with that of one process.")  # fmt: skip
 SUBJECT = Subject(

@@ -119,7 +119,7 @@ class NameTable:
     def own_names(self) -> Mapping[BaseModel, str]:
         """Return the first name of each base model that has no adapter, or else its ``--model``."""
         found = {base: base.model for base in self.bases}
-        for one in reversed(list(self._served.values())):
+        for one in reversed(self.served):
             if not one.adapter:
                 found[one.base] = one.name
         return found
