@@ -97,7 +97,9 @@ def test_prompts_went_through_the_decode_node(
         assert receipt.decode is not None
         assert receipt.decode.num_prompt_tokens_computed == 0
         assert receipt.decode.num_forwards == len(completion.token_ids) - 1
-        assert receipt.decode.push.num_blocks == -(-len(prompt) // 16)
+        # A second attempt finds what the first one left in the decode node's cache.
+        num_sent = len(prompt) - receipt.decode.num_cached_tokens
+        assert receipt.decode.push.num_blocks == -(-num_sent // 16)
         assert receipt.decode.push.num_bytes > 0
         assert receipt.decode.push.transport.startswith("nixl")
 
