@@ -266,6 +266,7 @@ class RequestCommand:
         adapter: digest of the request's adapter; empty: the base model.
         adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
         pins_adapter: whether the adapter keeps its slot when others need one.
+        priority: the client's order among requests, where smaller goes first.
         trace: parent span of the node's spans; None: not traced.
     """
 
@@ -279,6 +280,7 @@ class RequestCommand:
     adapter: str = ""
     adapter_source: str = ""
     pins_adapter: bool = False
+    priority: int = 0
     trace: TraceContext | None = None
 
 

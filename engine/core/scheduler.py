@@ -24,7 +24,7 @@ from baton.api.outputs import RequestDelta
 from engine.core.drafts import ALL, DraftPolicy, Drafts
 from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bits
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
-from engine.core.metrics import EngineCounters
+from engine.core.metrics import EngineCounters, sign_of
 from engine.core.outputs import (
     ModelRunnerOutput,
     PromptLogprobs,
@@ -54,6 +54,8 @@ class Scheduler:
         prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes, or
             while a remote node computes a parked request's prompt.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
+        by_priority: whether important requests run first and are preempted last; else those that
+            came first.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: see below; None: compute each mask at once.
 
@@ -65,6 +67,7 @@ class Scheduler:
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
         masks: computes the masks of grammars between steps.
+        by_priority: see above.
         awaits_masks: whether the latest step is empty because the masks of all running requests
             were missing; other threads compute these masks, without waking the engine.
     """
@@ -78,6 +81,7 @@ class Scheduler:
         long_prefill_token_threshold: int,
         prefill_tokens_beside_decodes: int = ALL,
         preemption: str = "recompute",
+        by_priority: bool = False,
         drafting: DraftPolicy | None = None,
         masks: MaskMaker | None = None,
     ) -> None:
@@ -88,6 +92,7 @@ class Scheduler:
         self.failures: list[tuple[str, BatonError]] = []
         self.handed_back: list[Request] = []
         self.awaits_masks = False
+        self.by_priority = by_priority
         self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -95,7 +100,7 @@ class Scheduler:
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = ALL  # prompt tokens that the new step may still get
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
-        self._room = WaitingRoom()
+        self._room = WaitingRoom(by_priority=by_priority)
         in_steps = drafting is not None and drafting.in_steps
         self._planner = StepPlanner(max_num_requests, tells_behind=in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
@@ -128,14 +133,19 @@ class Scheduler:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Give a parked request its cached blocks, all other blocks, and one decode block.
 
-        Returns None if too few blocks are free besides those that waiting requests need. Requests
-        that wait for their turn in a step, and not for blocks, delay no grant.
+        Returns None if too few blocks are free besides those that waiting requests need; by
+        priority, only those that go before this request. Requests that wait for their turn in a
+        step, and not for blocks, delay no grant.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if self._room.num_without_blocks:
             needed = [manager.num_tokens_to_grant(request)]
-            needed += [waiting.num_tokens + 1 for waiting in self._room.waiting()]
+            needed += [
+                waiting.num_tokens + 1
+                for waiting in self._room.waiting()
+                if not self.by_priority or waiting.rank < request.rank
+            ]
             num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks
             if num_blocks > manager.block_pool.num_free:
                 return None
@@ -408,6 +418,23 @@ class Scheduler:
             assert request.num_computed_tokens <= self.kv_cache_manager.num_tokens_held(request)
             assert (request.status is RequestStatus.RUNNING) == (request in self._running)
 
+    def why_waits(self) -> str:
+        """Explain for people why the next waiting request did not start; empty: none waits."""
+        request = self._room.peek_arrived() or self._room.peek()
+        if request is None:
+            return ""
+        manager = self.kv_cache_manager
+        num_blocks = manager.num_blocks_for(request.num_tokens) - len(request.block_ids)
+        if len(self._running) >= self._max_num_requests:
+            why = f"all {self._max_num_requests} places of the batch are taken"
+        elif num_blocks + self._watermark_blocks > manager.block_pool.num_free:
+            why = f"up to {num_blocks} blocks needed, {self._watermark_blocks} kept in reserve"
+        elif self._num_prefill_tokens_left <= 0:
+            why = "no prompt tokens left in the step"
+        else:
+            why = "no tokens left in the step, or a request was just preempted"
+        return f"{request.request_id} waits: {why}"
+
     # ------------------------------------------------------------------ parts of schedule
 
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
@@ -479,7 +506,9 @@ class Scheduler:
 
     def _run(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> int:
         request.status = RequestStatus.RUNNING
-        request.started_at = request.started_at or time.monotonic()
+        if request.started_at is None:
+            request.started_at = time.monotonic()
+            self.counters.started[sign_of(request.priority)] += 1
         bisect.insort(self._running, request, key=lambda r: r.rank)
         if not self._may_run(request, num_tokens):
             return 0
@@ -568,6 +597,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self.counters.preempted[sign_of(request.priority)] += 1
         if self._hands_back:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
             self.handed_back.append(request)
