@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from baton.api.beam_search import check_beam_sampling
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import TextDelta
 from baton.api.prompt import (
@@ -24,6 +25,7 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
+from router.calls.beam_run import BeamRun
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.admission import Admission
@@ -52,6 +54,7 @@ class Intake:
         parsers: divide the outputs of conversations; None: chosen by the chat template.
         readers: templates of the processes that read requests; None: new processes.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
+        end_token_ids: tokens that end an output, for beam searches.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
         logs_prompts: whether prompts and outputs are logged.
@@ -74,6 +77,7 @@ class Intake:
         parsers: OutputParsers | None = None,
         readers: EarlyReaders | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        end_token_ids: frozenset[int] = frozenset(),
         trusts_templates: bool = False,
         cuts_changing_lines: bool = True,
         logs_prompts: bool = False,
@@ -84,6 +88,7 @@ class Intake:
         self.cache_salts = cache_salts or CacheSalts()
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
+        self._end_token_ids = end_token_ids
         self.answers = Answers(tokenizer, self.cache_salts, logs_prompts=logs_prompts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -168,6 +173,33 @@ class Intake:
             is_chat=is_chat(prompt),
         )
 
+    def search_beams(self, call: Call, num_outputs: int) -> BeamRun:
+        """Return the beam search that a call's terms ask for, and count it as one request.
+
+        Args:
+            num_outputs: outputs that the client wants.
+
+        Raises:
+            InvalidRequestError: a parameter is out of range, or means nothing in a beam search.
+            OverloadedError: the caller's limits allow no request now.
+        """
+        params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
+        assert beams is not None
+        check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= self._end_token_ids
+        most_open = principal.limits.max_open_requests
+        if most_open and beams.beam_width > most_open:
+            problem = f"must be at most {most_open}, the requests that this API key may have open"
+            raise InvalidRequestError("beam_width", f"{problem}; got {beams.beam_width}")
+        beams = dataclasses.replace(beams, max_tokens=params.max_tokens, end_token_ids=ends)
+        if beams.num_candidates > self._vocab_size:
+            raise InvalidRequestError("beam_width", "is too large for the model's vocabulary")
+        self.admission.charge(principal)
+        room = self.max_model_len - len(call.prompt_token_ids)
+        return BeamRun(call, beams, room, self._dispatcher.run)
+
     async def stream(
         self, call: Call, parser: OutputParser | None = None
     ) -> AsyncGenerator[TextDelta, None]:
@@ -179,11 +211,12 @@ class Intake:
         answer = self.answers.open_answer(call, parser, lambda: self._dispatcher.receipt(call))
         try:
             with self._metrics.running() as record:
-                async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+                source = self._dispatcher.run(call) if call.source is None else call.source()
+                async with contextlib.aclosing(source) as outputs:
                     async for item in outputs:
                         delta = answer.add(item)
                         if delta.finish_reason is None:
-                            if delta.output_index == 0:
+                            if delta.output_index == 0 and call.source is None:
                                 self._dispatcher.note_handed_over(call)
                             yield delta
                             continue
