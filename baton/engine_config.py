@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from baton import plugins
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
+SPECULATIVE_METHODS = (
+    *("none", "ngram", "draft_model", "medusa", "eagle", "mtp"),
+    *plugins.allowed("baton.proposers"),
+)
 # Drafters with weights, which compute drafts within the model's step.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
 _READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of the tokens they read
