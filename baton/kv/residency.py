@@ -9,7 +9,7 @@ Refuses to know: blocks, clocks.
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 # Upper limits of the buckets, in seconds; longer times are in one more bucket.
@@ -30,7 +30,7 @@ class SecondsHistogram:
 
     def note(self, seconds: float) -> None:
         """Count one time."""
-        self.counts[bisect.bisect_left(RESIDENCY_S, seconds)] += 1
+        self.counts[bisect_left(RESIDENCY_S, seconds)] += 1
         self.sum_s += seconds
 
     def copy(self) -> SecondsHistogram:
@@ -50,6 +50,14 @@ class BlockResidency:
     lifetime: SecondsHistogram = field(default_factory=SecondsHistogram)
     idle_before_eviction: SecondsHistogram = field(default_factory=SecondsHistogram)
     reuse_gap: SecondsHistogram = field(default_factory=SecondsHistogram)
+
+    def note_eviction(self, cached_at: float, freed_at: float, now: float) -> None:
+        """Count a block that leaves the prefix cache; runs once per evicted block."""
+        lifetime, idle = self.lifetime, self.idle_before_eviction
+        lifetime.counts[bisect_left(RESIDENCY_S, now - cached_at)] += 1
+        lifetime.sum_s += now - cached_at
+        idle.counts[bisect_left(RESIDENCY_S, now - freed_at)] += 1
+        idle.sum_s += now - freed_at
 
     def copy(self) -> BlockResidency:
         """Return a snapshot."""

@@ -329,9 +329,9 @@ class BlockPool:
     def _take_first(self, num_blocks: int) -> list[int]:
         """Unlink the first ``num_blocks`` blocks of the free list."""
         block_ids = []
-        block = self._head.next
+        block, now = self._head.next, self._clock()
         for _ in range(num_blocks):
-            self._give(block)
+            self._give(block, now)
             block_ids.append(block.block_id)
             block = block.next
         # `block` is the first block that stays free, or the tail.
@@ -358,21 +358,20 @@ class BlockPool:
         block_ids = choose_extents(candidates, num_blocks)
         if not have_all and (count_extents(block_ids) - FEW_EXTENTS) * SHORT_EXTENT > num_blocks:
             return None
+        now = self._clock()
         for block_id in block_ids:
             block = self._blocks[block_id]
             block.previous.next, block.next.previous = block.next, block.previous
-            self._give(block)
+            self._give(block, now)
         return block_ids
 
-    def _give(self, block: KVCacheBlock) -> None:
+    def _give(self, block: KVCacheBlock, now: float) -> None:
         if block.block_hash is None:
             self._num_blank -= 1
         else:
             self._forget(block)
             self.num_evicted += 1
-            now, residency = self._clock(), self.residency
-            residency.lifetime.note(now - block.cached_at)
-            residency.idle_before_eviction.note(now - block.freed_at)
+            self.residency.note_eviction(block.cached_at, block.freed_at, now)
         block.ref_count = 1
 
     def _index(self, block_id: int, block_hash: BlockHash, cache_class: int, now: float) -> bool:

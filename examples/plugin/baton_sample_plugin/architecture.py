@@ -1,7 +1,7 @@
-"""An architecture: Llama under another name in config.json. A real one has a recipe of its own."""
+"""An architecture: Qwen3 under another name in config.json. A real one has a recipe of its own."""
 
 from __future__ import annotations
 
-from models.families.llama import LlamaForCausalLM
+from models.families.qwen import Qwen3ForCausalLM
 
-SampleForCausalLM = LlamaForCausalLM
+SampleForCausalLM = Qwen3ForCausalLM

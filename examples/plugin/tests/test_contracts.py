@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import SamplingParams
 from baton.testing.architectures import ArchitectureContract
 from baton.testing.attention import AttentionContract
 from baton.testing.parsers import ParserContract
@@ -21,7 +22,7 @@ from baton.testing.proposers import ProposerContract
 from baton.testing.transports import TransportContract
 from baton_kernels.attention import ATTENTION_BACKENDS
 from baton_kernels.attention.base import AttentionBackend
-from engine import LLM, SamplingParams
+from engine import LLM
 from kvconnector import KV_CONNECTORS
 from kvconnector.transports.base import MakeTransport
 from router.intake.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -29,7 +30,7 @@ from router.intake.parsers.base import OutputParser, ParserContext
 from router.policies import POLICIES
 from router.policies.base import RoutingPolicy
 
-MODEL = os.environ.get("SAMPLE_MODEL", "examples/demo_model")  # a small Llama
+MODEL = os.environ.get("SAMPLE_MODEL", "examples/demo_model")  # a small Qwen3
 
 
 class TestPolicy(PolicyContract):
