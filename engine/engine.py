@@ -71,7 +71,8 @@ class Engine:
         self.compatibility = compatibility
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self._scheduler, self._grammars, self._speculation = scheduler, grammars, speculation
-        self._figures, self._log = StepFigures(scheduler, executor), StepLog(scheduler)
+        self._figures = StepFigures(scheduler, executor)
+        self._log = StepLog(scheduler, executor.config.max_num_requests)
         config = executor.config
         self.adapters = AdapterTable(
             executor, config.max_adapters, config.adapter_cache_bytes, self._adapters_in_use

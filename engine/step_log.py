@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import WATERMARK, Scheduler
 
 logger = logging.getLogger(__name__)
 _MOST_SHOWN = 16  # requests in one line
@@ -20,10 +20,11 @@ class StepLog:
 
     Args:
         scheduler: the engine's scheduler, which is only read.
+        max_num_requests: most requests in a step.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, max_num_requests: int) -> None:
+        self._scheduler, self._max_num_requests = scheduler, max_num_requests
         self._num_steps = 0
         self._num_evicted = self._num_preemptions = 0
 
@@ -32,7 +33,7 @@ class StepLog:
         if not logger.isEnabledFor(logging.DEBUG):
             return
         scheduler = self._scheduler
-        why = scheduler.why_waits()
+        why = self._why_waits()
         pool = scheduler.kv_cache_manager.block_pool
         num_evicted, num_preemptions = pool.num_evicted, scheduler.num_preemptions
         if scheduled.scheduled or why:
@@ -57,6 +58,22 @@ class StepLog:
                 f"; {why}" if why else "",
             )
         self._num_evicted, self._num_preemptions = num_evicted, num_preemptions
+
+    def _why_waits(self) -> str:
+        """Explain why the next waiting request did not start; empty: none waits."""
+        scheduler, request = self._scheduler, self._scheduler.next_waiting
+        if request is None:
+            return ""
+        manager, pool = scheduler.kv_cache_manager, scheduler.kv_cache_manager.block_pool
+        num_blocks = manager.num_blocks_for(request.num_tokens) - len(request.block_ids)
+        num_kept = int(pool.num_blocks * WATERMARK)
+        if scheduler.num_running >= self._max_num_requests:
+            why = f"all {self._max_num_requests} places of the batch are taken"
+        elif num_blocks + num_kept > pool.num_free:
+            why = f"up to {num_blocks} blocks needed, {num_kept} kept in reserve"
+        else:
+            why = "no tokens left in the step, or a request was just preempted"
+        return f"{request.request_id} waits: {why}"
 
     def note_result(self, result: StepResult) -> None:
         """Write which requests a step has ended."""

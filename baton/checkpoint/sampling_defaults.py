@@ -44,8 +44,9 @@ def read_end_token_ids(folder: Path) -> frozenset[int]:
     config, generation = folder / "config.json", folder / "generation_config.json"
     whole = read_object(config)
     of_text = whole.get("text_config")
-    has_own = isinstance(of_text, dict) and "eos_token_id" in of_text
-    ends = set(_token_ids(of_text if has_own else whole, config))
+    # The whole model's field counts where its text part has none.
+    fields = {**whole, **of_text} if isinstance(of_text, dict) else whole
+    ends = set(_token_ids(fields, config))
     if generation.is_file():
         ends.update(_token_ids(read_object(generation), generation))
     return frozenset(ends)

@@ -150,8 +150,7 @@ class BlockPool:
             self._make_new(num_blocks if extents else num_blocks - self._num_blank)
             block_ids = self._take_first(num_blocks)
         self.num_free -= num_blocks
-        if self.num_free < self.least_free:
-            self.least_free = self.num_free
+        self.least_free = min(self.least_free, self.num_free)
         return block_ids
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -172,8 +171,7 @@ class BlockPool:
                 self.num_free -= 1
                 note_gap(now - block.freed_at)
             block.ref_count += 1
-        if self.num_free < self.least_free:
-            self.least_free = self.num_free
+        self.least_free = min(self.least_free, self.num_free)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference on each block; the last one frees it.

@@ -64,8 +64,7 @@ class Request:
         block_ids: blocks that hold the KV, in order (`kv_cache_coordinator.py`).
         num_computed_tokens: leading tokens whose KV is in the cache.
 
-        priority: the client's order among requests, where smaller goes first; counts only with
-            ``scheduling_policy`` priority.
+        priority: the client's order, smaller first; see ``scheduling_policy``.
         rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
             last.
         row: the worker's row for the request; -1: none. Set by `StepPlanner`.

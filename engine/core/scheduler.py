@@ -54,8 +54,7 @@ class Scheduler:
         prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes, or
             while a remote node computes a parked request's prompt.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
-        by_priority: whether important requests run first and are preempted last; else those that
-            came first.
+        by_priority: whether important requests, not early ones, run first.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: see below; None: compute each mask at once.
 
@@ -67,7 +66,6 @@ class Scheduler:
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
         masks: computes the masks of grammars between steps.
-        by_priority: see above.
         awaits_masks: whether the latest step is empty because the masks of all running requests
             were missing; other threads compute these masks, without waking the engine.
     """
@@ -245,6 +243,11 @@ class Scheduler:
         return len(self._room)
 
     @property
+    def next_waiting(self) -> Request | None:
+        """Return the request that would start next, or None; for debug lines."""
+        return self._room.peek_arrived() or self._room.peek()
+
+    @property
     def num_competing(self) -> int:
         """Return the number of requests that may be in the next step."""
         return min(len(self._running) + len(self._room), self._max_num_requests)
@@ -417,23 +420,6 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
             assert request.num_computed_tokens <= self.kv_cache_manager.num_tokens_held(request)
             assert (request.status is RequestStatus.RUNNING) == (request in self._running)
-
-    def why_waits(self) -> str:
-        """Explain for people why the next waiting request did not start; empty: none waits."""
-        request = self._room.peek_arrived() or self._room.peek()
-        if request is None:
-            return ""
-        manager = self.kv_cache_manager
-        num_blocks = manager.num_blocks_for(request.num_tokens) - len(request.block_ids)
-        if len(self._running) >= self._max_num_requests:
-            why = f"all {self._max_num_requests} places of the batch are taken"
-        elif num_blocks + self._watermark_blocks > manager.block_pool.num_free:
-            why = f"up to {num_blocks} blocks needed, {self._watermark_blocks} kept in reserve"
-        elif self._num_prefill_tokens_left <= 0:
-            why = "no prompt tokens left in the step"
-        else:
-            why = "no tokens left in the step, or a request was just preempted"
-        return f"{request.request_id} waits: {why}"
 
     # ------------------------------------------------------------------ parts of schedule
 

@@ -83,41 +83,31 @@ class WaitingQueue:
 
 
 class RankedQueue(WaitingQueue):
-    """Waiting requests in the order of rank, so that the most important one is first.
-
-    An ended request leaves at once, as a request of little importance may never reach the front.
-    """
+    """Waiting requests in the order of rank; an ended one leaves at once, wherever it is."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._ranked: list[Request] = []  # by falling rank, so that the front is removed cheaply
 
     def add_new(self, request: Request) -> None:
-        """Queue a request by its rank."""
         bisect.insort(self._ranked, request, key=_falling_rank)
 
     add_last = put_back = add_new
 
     def peek(self) -> Request | None:
-        """Return the next request, or None."""
         return self._ranked[-1] if self._ranked else None
 
     def pop(self) -> Request:
-        """Remove the request that `peek` returned."""
         return self._ranked.pop()
 
     def pop_last(self) -> Request:
-        """Remove and return the least important request; there must be one."""
         return self._ranked.pop(0)
 
     def leave(self, request: Request) -> None:
-        """Remove a queued request that ends."""
         index = bisect.bisect_left(self._ranked, _falling_rank(request), key=_falling_rank)
         assert self._ranked[index] is request
         del self._ranked[index]
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the requests that wait, in their order."""
         return reversed(self._ranked)
 
 

@@ -15,16 +15,70 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 
 from baton.access.identity import Principal
-from baton.api.beam_search import Beam, BeamSearch, BeamSearchParams, TopTokens
-from baton.api.errors import DeadlineExceededError
+from baton.api.beam_search import (
+    Beam,
+    BeamSearch,
+    BeamSearchParams,
+    TopTokens,
+    check_beam_sampling,
+)
+from baton.api.errors import DeadlineExceededError, InvalidRequestError
 from baton.api.outputs import FinishReason, Receipt, TextDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from router.calls.call import Call
+from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
 Run = Callable[[Call], AsyncGenerator[TextDelta, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamLimits:
+    """The limits of a model's beam searches.
+
+    Attributes:
+        max_model_len: most tokens of prompt and output.
+        vocab_size: number of tokens that the model knows.
+        end_token_ids: tokens that end an output.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: frozenset[int]
+
+
+def begin_search(
+    call: Call, num_outputs: int, limits: BeamLimits, dispatcher: Dispatcher
+) -> BeamRun:
+    """Return the beam search that a checked call's terms ask for, and count it as one request.
+
+    Args:
+        num_outputs: outputs that the client wants.
+        dispatcher: runs the steps' calls.
+
+    Raises:
+        InvalidRequestError: a parameter is out of range, or means nothing in a beam search.
+        OverloadedError: the caller's limits allow no request now.
+    """
+    params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
+    assert beams is not None
+    check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
+    ends = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        ends |= limits.end_token_ids
+    most_open = principal.limits.max_open_requests
+    if most_open and beams.beam_width > most_open:
+        problem = f"must be at most {most_open}, the requests that this API key may have open"
+        raise InvalidRequestError("beam_width", f"{problem}; got {beams.beam_width}")
+    beams = dataclasses.replace(beams, max_tokens=params.max_tokens, end_token_ids=ends)
+    if beams.num_candidates > limits.vocab_size:
+        raise InvalidRequestError("beam_width", "is too large for the model's vocabulary")
+    dispatcher.admission.charge(principal)
+    room = limits.max_model_len - len(call.prompt_token_ids)
+    return BeamRun(call, beams, room, dispatcher.run)
 
 
 class BeamRun:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from baton.api.beam_search import check_beam_sampling
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import TextDelta
 from baton.api.prompt import (
@@ -25,7 +24,7 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
-from router.calls.beam_run import BeamRun
+from router.calls.beam_run import BeamLimits, BeamRun, begin_search
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.admission import Admission
@@ -174,31 +173,9 @@ class Intake:
         )
 
     def search_beams(self, call: Call, num_outputs: int) -> BeamRun:
-        """Return the beam search that a call's terms ask for, and count it as one request.
-
-        Args:
-            num_outputs: outputs that the client wants.
-
-        Raises:
-            InvalidRequestError: a parameter is out of range, or means nothing in a beam search.
-            OverloadedError: the caller's limits allow no request now.
-        """
-        params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
-        assert beams is not None
-        check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= self._end_token_ids
-        most_open = principal.limits.max_open_requests
-        if most_open and beams.beam_width > most_open:
-            problem = f"must be at most {most_open}, the requests that this API key may have open"
-            raise InvalidRequestError("beam_width", f"{problem}; got {beams.beam_width}")
-        beams = dataclasses.replace(beams, max_tokens=params.max_tokens, end_token_ids=ends)
-        if beams.num_candidates > self._vocab_size:
-            raise InvalidRequestError("beam_width", "is too large for the model's vocabulary")
-        self.admission.charge(principal)
-        room = self.max_model_len - len(call.prompt_token_ids)
-        return BeamRun(call, beams, room, self._dispatcher.run)
+        """Return the beam search that a call's terms ask for; raises as `begin_search` does."""
+        limits = BeamLimits(self.max_model_len, self._vocab_size, self._end_token_ids)
+        return begin_search(call, num_outputs, limits, self._dispatcher)
 
     async def stream(
         self, call: Call, parser: OutputParser | None = None

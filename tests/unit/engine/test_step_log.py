@@ -25,7 +25,7 @@ def test_a_step_tells_its_requests_and_why_the_first_waiting_one_is_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scheduler = make_scheduler(num_blocks=20, max_num_requests=1)
-    log = StepLog(scheduler)
+    log = StepLog(scheduler, 1)
     for name in ("a", "b"):
         scheduler.add_request(make_request(name, 4, max_tokens=2))
     with caplog.at_level(logging.DEBUG, logger="engine.step_log"):
@@ -45,7 +45,7 @@ def test_a_step_tells_its_requests_and_why_the_first_waiting_one_is_left_out(
 
 def test_a_request_that_lacks_blocks_says_so(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = make_scheduler(num_blocks=4)
-    log = StepLog(scheduler)
+    log = StepLog(scheduler, 8)
     for name in ("a", "b"):
         scheduler.add_request(make_request(name, 12))
     with caplog.at_level(logging.DEBUG, logger="engine.step_log"):
@@ -57,9 +57,9 @@ def test_nothing_is_written_or_looked_up_while_debug_lines_are_off(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = make_scheduler()
-    log = StepLog(scheduler)
+    log = StepLog(scheduler, 8)
     scheduler.add_request(make_request("a"))
-    monkeypatch.setattr(Scheduler, "why_waits", lambda self: pytest.fail("looked up"))
+    monkeypatch.setattr(StepLog, "_why_waits", lambda self: pytest.fail("looked up"))
     with caplog.at_level(logging.INFO, logger="engine.step_log"):
         step(scheduler, log)
     assert lines(caplog) == []
