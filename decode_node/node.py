@@ -95,7 +95,7 @@ class DecodeNode:
 
     def step(self) -> bool:
         """Run one round; return whether there is more to do at once."""
-        self._inbox.hand_over(self, self._outbox)
+        self._inbox.deliver_commands(self, self._outbox)
         for event in self.receiver.poll():
             self._settle(event)
         self.reservations.grant_waiting()

@@ -91,14 +91,14 @@ class PrefillNode:
 
     def step(self) -> bool:
         """Run one round; return whether there is more to do at once."""
-        self._inbox.hand_over(self, self._outbox)
+        self._inbox.deliver_commands(self, self._outbox)
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
-        handed_over = self._answer(result)
+        continued = self._answer(result)
         self._outbox.flush()  # before any push, because a client waits for token 1
-        self.push_tracker.after_step(result.scheduled, handed_over)
+        self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
         for event in events:
@@ -206,8 +206,8 @@ class PrefillNode:
                 trace.begin_chunk(self._clock())
 
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Queue each token 1 for the router; return the outputs that a decode node continues."""
-        handed_over = {}
+        """Queue each token 1 for the router; return those that a decode node continues, by id."""
+        continued = {}
         if self._traces:
             self._note_chunks(result.scheduled)
         for output in result.outputs:
@@ -229,7 +229,7 @@ class PrefillNode:
             self._outbox.put(delta)
             self._traces.note_computed(job.command, receipt, job.started_at, now)
             if goes_on:
-                handed_over[output.request_id] = delta
+                continued[output.request_id] = delta
             else:
                 self.push_tracker.drop(output.request_id, "")
                 self._traces.end_trace(*_key(job.command))
@@ -239,7 +239,7 @@ class PrefillNode:
                 receipt.num_cached_tokens,
                 extra=ids_of(job.command),
             )
-        return handed_over
+        return continued
 
     def _note_chunks(self, computed: SchedulerOutput) -> None:
         for item in computed.scheduled:

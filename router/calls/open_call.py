@@ -76,7 +76,7 @@ class OpenCall:
             if output is not None:
                 if output.output_index == 0:
                     self._first_read_s = attempt.began_at - self._call.terms.received_at
-                    self.note_handed_over()
+                    self.note_ttft()
                 if output.finish_reason is not None:
                     yield msgspec.structs.replace(output, receipt=self.receipt())
                     return
@@ -92,8 +92,8 @@ class OpenCall:
                 await self._recovery.wait_for_turn(attempt, error)
                 attempt = await self._begin(error.message)
 
-    def note_handed_over(self) -> None:
-        """Note that token 1 is passed on now; a later note overwrites an earlier one."""
+    def note_ttft(self) -> None:
+        """Record the TTFT: token 1 is passed on now. A later call overwrites an earlier one."""
         self._ttft_s = time.perf_counter() - self._call.terms.received_at
 
     def receipt(self) -> Receipt:

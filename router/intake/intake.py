@@ -184,7 +184,7 @@ class Intake:
                         delta = answer.add(item)
                         if delta.finish_reason is None:
                             if delta.output_index == 0:
-                                self._dispatcher.note_handed_over(call)
+                                self._dispatcher.note_ttft(call)
                             yield delta
                             continue
                         # Count here, because nodes see no text and so no stop strings.

@@ -260,7 +260,7 @@ def test_a_node_that_only_waits_for_a_mask_does_not_go_idle(
     cluster = make_cluster(20, async_scheduling=asynchronous)
     cluster.place("a", 1, prompt_of(1, 4), GREEDY, alone=is_alone)
     node = cluster.d if is_alone else cluster.p
-    node._inbox.hand_over(node, node._outbox)  # type: ignore[arg-type]  # either role
+    node._inbox.deliver_commands(node, node._outbox)  # type: ignore[arg-type]  # either role
     request = node.engine.requests["a"]
     request.grammar = MissingMask()  # type: ignore[assignment]  # alike
     for _ in range(3):
