@@ -89,7 +89,7 @@ class OpenCall:
                     raise error_of(self._ended_by)
                 self.following.note_failure(error.code, error.message)
                 self._recovery.note_failure(attempt, failure, error)
-                await self._recovery.wait_for_turn(attempt, error)
+                await self._recovery.wait_before_retry(attempt, error)
                 attempt = await self._begin(error.message)
 
     def note_ttft(self) -> None:

@@ -106,7 +106,7 @@ class Recovery:
         self._choice.note_failure(prefill, decode, item, self._silent_of(attempt))
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
 
-    async def wait_for_turn(self, attempt: Attempt, error: RequestError) -> None:
+    async def wait_before_retry(self, attempt: Attempt, error: RequestError) -> None:
         """Wait until silent nodes are known to be lost or alive, and the budget allows a retry.
 
         A call is no suspect if the silent node cannot have begun the call's work; such a call does
