@@ -41,6 +41,7 @@ class _Handoff:
         epoch: number of the attempt.
         engine_id: engine id of the decode node.
         block_ids: ids of the travelling blocks that are allocated so far.
+        start_is_sent: whether the decode node was told that this node computes the prompt.
         held_block_ids: ids of all referenced blocks, also of those from before a preemption.
         tail: pushes the blocks from ``tail_first`` on, some layers at a time.
     """
@@ -51,7 +52,7 @@ class _Handoff:
     engine_id: str
     added_at: float
     expires_at: float
-    started: bool = False
+    start_is_sent: bool = False
     block_ids: list[int] = field(default_factory=list)
     held_block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
@@ -62,7 +63,7 @@ class _Handoff:
     @property
     def state(self) -> str:
         """Return the name of the state, for operators."""
-        if not self.started:
+        if not self.start_is_sent:
             return "QUEUED"
         return "PUSHING" if self.num_blocks_pushed else "STARTED"
 
@@ -133,7 +134,7 @@ class PushTracker:
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
-        """Start the transfer of requests whose first chunk is scheduled; hold their blocks.
+        """Send `Start` for requests whose first chunk is scheduled; hold all new blocks.
 
         Returns a callback to call after each layer of the step, or None.
         """
@@ -143,9 +144,9 @@ class PushTracker:
             if handoff is None:
                 continue
             request = handoff.request
-            is_first = not handoff.started
+            is_first = not handoff.start_is_sent
             if is_first:
-                handoff.started = True
+                handoff.start_is_sent = True
                 self._sender.start(
                     request.request_id,
                     handoff.epoch,
@@ -203,7 +204,7 @@ class PushTracker:
         if handoff is None or epoch not in (None, handoff.epoch):
             return
         del self._handoffs[request_id]
-        if not handoff.started:
+        if not handoff.start_is_sent:
             self._engine.block_pool.release(handoff.held_block_ids)
             return
         self._draining[request_id, handoff.epoch] = handoff
