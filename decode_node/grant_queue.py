@@ -93,7 +93,7 @@ class GrantQueue:
         return None
 
     def end_transfer(self, key: Key) -> None:
-        """End a transfer, complete or failed, and queue its waiters first; ignore an unknown key."""
+        """End a complete or failed transfer, and queue its waiters first; ignore unknown keys."""
         transfer = self._receiving.pop(key, None)
         if transfer is None:
             return

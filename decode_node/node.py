@@ -187,11 +187,11 @@ class DecodeNode:
             self._refuse(command, error)
             self._traces.end_trace(command, received_at, error=str(error))
             return
-        take = self.reservations.park
+        reserve = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
             engine.add_request(request)
-            take = self.reservations.decline
-        reservation = take(request, command.epoch, command.prefill_engine_id, received_at)
+            reserve = self.reservations.skip_handoff
+        reservation = reserve(request, command.epoch, command.prefill_engine_id, received_at)
         self._jobs[command.request_id] = _Job(command, request, reservation)
         logger.debug(
             "is to be decoded; %s computes its prompt of %d tokens",

@@ -131,10 +131,13 @@ class Reservations:
             self._want_grant(key, reservation)
         return reservation
 
-    def decline(
+    def skip_handoff(
         self, request: Request, epoch: int, engine_id: str, received_at: float
     ) -> Reservation:
-        """Note that ``engine_id`` need not send a request's KV, because it is computed here."""
+        """Return a COMMITTED reservation for a request whose prompt this node computes.
+
+        If ``engine_id`` has sent a `Start`, or sends one later, it gets a `Cancel`.
+        """
         key = (request.request_id, epoch)
         now = self._clock()
         self._ended[key] = now  # a `Start` for this request may still arrive

@@ -24,6 +24,7 @@ from kvconnector.protocol.actions import (
     Leave,
     Meet,
     Pause,
+    PauseEnded,
     Posted,
     ProbePosted,
     Push,
@@ -54,7 +55,6 @@ from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
 
 logger = logging.getLogger(__name__)
 
-PAUSE = Pause()  # the loop returns it after all earlier actions; then `_post_next` runs
 UNREACHED = "the decode node cannot be reached"
 
 
@@ -103,7 +103,7 @@ class SendMachine:
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
         match item:
-            case Pause():
+            case PauseEnded():
                 self._post_next()
             case Push():
                 self._push(item)
@@ -270,7 +270,7 @@ class SendMachine:
                 room -= self._num_bytes(transfer.engine_id, len(piece.block_ids), piece.layers)
             self._room_bytes[transfer.engine_id] = room
         self._to_post = deque(self.transfers.values())
-        self._turn.ask(PAUSE)
+        self._turn.ask(Pause())  # `_post_next` runs at its end
 
     def _post_next(self) -> None:
         """Write the next piece, if its peer has room and the lease holds."""
@@ -315,7 +315,7 @@ class SendMachine:
             transfer.writes.append(piece)
             if result.is_done:
                 self._count_off(transfer)
-        self._turn.ask(PAUSE)
+        self._turn.ask(Pause())  # `_post_next` runs at its end
 
     def _take_ended(self, result: WriteEnded) -> None:
         if not result.key[0]:
@@ -387,7 +387,7 @@ class SendMachine:
         path = self.peers[engine_id].path
         commit = transfer.commit_record(self._own.engine_id, path, self._turn.now)
         transfer.commit_is_sent = True
-        if not self.peers.send(engine_id, commit, tells=not self._is_verified):
+        if not self.peers.send(engine_id, commit, wants_result=not self._is_verified):
             self._give_up(commit)
         elif self._is_verified:
             self.repeats.add_message(key, engine_id, commit, self._turn.now)
