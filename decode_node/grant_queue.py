@@ -55,7 +55,7 @@ class GrantQueue:
         self._waiting: deque[tuple[Key, Request]] = deque()
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
-        self._coming: dict[BlockHash, Key] = {}
+        self._coming: dict[BlockHash, Key] = {}  # missing blocks, and the transfers that bring them
         # The refused request at the front, with the numbers of free blocks and waiting requests
         # then. While these stay, the queue need not look up each block of the prompt again.
         self._refused: tuple[Key, int, int] | None = None

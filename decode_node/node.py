@@ -201,13 +201,13 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether a request is almost wholly cached and can start here at once."""
+        """Return whether nearly all of a prompt is cached, and the request can start at once."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.num_usable_cached_tokens(request)
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # Without a cached block the prompt is only short: a prefill node computes it.
+        # A prefill node computes a short prompt of which nothing is cached here.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
@@ -245,7 +245,7 @@ class DecodeNode:
                 self._fail(reservation, "UNAVAILABLE", "the commit record does not fit")
             elif event.reason:
                 self._fail(reservation, "UNAVAILABLE", f"KV did not arrive: {event.reason}")
-            else:  # ended on the prefill node; the router knows
+            else:  # the request ended on the prefill node, and the router knows
                 self._drop_job(event.request_id)
 
     def _answer(self, result: StepResult) -> None:

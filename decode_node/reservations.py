@@ -60,7 +60,7 @@ class Reservation:
 
     Attributes:
         block_ids: blocks that the prefill node may write.
-        num_received_tokens: the highest watermark; messages may arrive in any order.
+        num_received_tokens: leading tokens whose KV is complete, by the highest watermark.
         committed_at_step: number of engine steps before the commit.
         start_is_received: whether the prefill node computes the prompt and waits for a grant.
     """
@@ -128,7 +128,7 @@ class Reservations:
         self._engine.park(request)
         self._open[key] = reservation
         if self._early_starts.pop((key, engine_id), None) is not None:
-            self._want_grant(key, reservation)
+            self._queue_for_grant(key, reservation)
         return reservation
 
     def skip_handoff(
@@ -166,7 +166,7 @@ class Reservations:
             return None
         match event.kind:
             case TransferEventKind.STARTED:
-                self._want_grant(key, reservation)
+                self._queue_for_grant(key, reservation)
             case TransferEventKind.WATERMARK:
                 self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
@@ -286,7 +286,8 @@ class Reservations:
 
     # ------------------------------------------------------------------ inside
 
-    def _want_grant(self, key: Key, reservation: Reservation) -> None:
+    def _queue_for_grant(self, key: Key, reservation: Reservation) -> None:
+        """Queue a parked request for blocks, once; a `Start` may come several times."""
         if not reservation.start_is_received:
             reservation.start_is_received = True
             self._grants.add_parked(key, reservation.request)

@@ -2,6 +2,13 @@
 
 Turns scheduled and computed steps into pushes for the sender. References each block until the end
 event of the block's transfer, so a request may finish or be aborted at any time.
+
+A logical block is ``block_size`` tokens: one block in each KV cache group. In a group whose layers
+attend to a sliding window only, blocks before the window at the prompt's end do not travel:
+
+    logical block     0    1    2    3          * travels
+    full attention    *    *    *    *
+    sliding window              *    *
 """
 
 from __future__ import annotations
@@ -37,13 +44,14 @@ class _Handoff:
     """One request on its way to a decode node.
 
     Attributes:
-        indices: indexes of the travelling blocks in ``Request.block_ids``.
+        indices: indexes of the travelling blocks in ``Request.block_ids``, which lists the groups'
+            blocks of logical block 0, then those of logical block 1, and so on.
         epoch: number of the attempt.
         engine_id: engine id of the decode node.
         block_ids: ids of the travelling blocks that are allocated so far.
         start_is_sent: whether the decode node was told that this node computes the prompt.
         held_block_ids: ids of all referenced blocks, also of those from before a preemption.
-        tail: pushes the blocks from ``tail_first`` on, some layers at a time.
+        tail: pushes the blocks from ``tail_first`` on, some layers at a time; None: no tail.
     """
 
     request: Request
@@ -160,7 +168,7 @@ class PushTracker:
             if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # Blocks travel if still in the window at the prompt's end, so none is a null block.
+            # Travelling blocks stay in the window until the prompt's end, so none was freed.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]
@@ -228,7 +236,7 @@ class PushTracker:
             self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
-        """Release an ended transfer's blocks; return whether a hand-off still wanted has failed."""
+        """Release an ended transfer's blocks; return whether an open hand-off has failed."""
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
             self._ended[event.outcome] += 1
@@ -263,16 +271,16 @@ class PushTracker:
 
     @property
     def num_transfers(self) -> int:
-        """Return the number of hand-offs that are open, or ended and still on the wire."""
+        """Return the number of hand-offs that are open, or ended with writes in flight."""
         return len(self._handoffs) + len(self._draining)
 
     @property
     def num_draining_blocks(self) -> int:
-        """Return the number of blocks of ended requests that are still on the wire."""
+        """Return the number of blocks of ended hand-offs that a write in flight may still read."""
         return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
 
     def held(self) -> list[BlockHolding]:
-        """Return the blocks that travel, or that a write may still read, for the ledger."""
+        """Return the blocks of open hand-offs, and those that writes may still read."""
         now = self._clock()
         pushed = (_holding(BlockOwner.PUSH, h, now) for h in self._handoffs.values())
         drained = (_holding(BlockOwner.DRAINING, h, now) for h in self._draining.values())
@@ -281,7 +289,7 @@ class PushTracker:
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
         """Let a tail push the blocks that the prompt's last step writes, layer by layer."""
         request = handoff.request
-        # Blocks that the step in flight fills are not pushed yet, and do not belong to the tail.
+        # Blocks that the step in flight fills are pushed after that step, not by the tail.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
         first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
         handoff.tail, handoff.tail_first = tail, first
@@ -295,6 +303,11 @@ class PushTracker:
         )
 
     def _push(self, handoff: _Handoff, num_logical_blocks: int, token_id: int | None) -> None:
+        """Push the blocks of the first logical blocks that were not pushed yet.
+
+        Args:
+            token_id: token 1, which makes this the last push; None: more pushes follow.
+        """
         first = handoff.num_blocks_pushed
         num_blocks = bisect.bisect_left(handoff.indices, num_logical_blocks * self._num_groups)
         if num_blocks <= first and token_id is None:

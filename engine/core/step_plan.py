@@ -1,6 +1,6 @@
 """StepPlan: a step as a worker gets it, in plain values that can go to another process.
 
-The worker keeps a row for each running request, and a plan tells the changes of these rows:
+The worker keeps a row for each running request, and a plan lists the changes of these rows:
 
     core     Request --- row 3 ---+            worker    row 3: parameters, block table, last token
                                   |

@@ -51,7 +51,7 @@ from kvconnector.protocol.messages import (
 from kvconnector.protocol.peers import DeadPeers, Peers
 from kvconnector.protocol.probe import ProbeSlots
 
-Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
+SenderMessage = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
 
 class ReceiveMachine:
@@ -76,10 +76,10 @@ class ReceiveMachine:
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
-        if isinstance(item, Heard):
-            self._hear(item)
+        if isinstance(item, SenderMessage):
+            self._handle_message(item)
         else:
-            self._obey(item)
+            self._handle_wish_or_result(item)
         return self._turn.pop_actions()
 
     def tick(self, now: float) -> list[Action]:
@@ -106,8 +106,8 @@ class ReceiveMachine:
 
     # ------------------------------------------------------------------ the node's wishes
 
-    def _obey(self, item: Input) -> None:
-        """Handle a wish of the node, or the result of an action."""
+    def _handle_wish_or_result(self, item: Input) -> None:
+        """Handle a wish of the node, or an action's result."""
         match item:
             case ReadFailed():
                 self._num_read_rounds -= 1
@@ -160,7 +160,7 @@ class ReceiveMachine:
 
     # ------------------------------------------------------------------ peers' messages
 
-    def _hear(self, message: Heard) -> None:
+    def _handle_message(self, message: SenderMessage) -> None:
         peer_id = message.engine_id
         self.peers.note_alive(peer_id, self._turn.now)
         match message:

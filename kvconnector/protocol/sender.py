@@ -1,9 +1,10 @@
 """SendMachine: the prefill node's end of the hand-off, without I/O.
 
     STARTED -> (granted) PUSHING -> COMMITTED
-         `--------------------`----> FAILED          only once no write is in flight, as COMMITTED
+         `--------------------`----> FAILED
 
-Refuses to know: transports, threads, how the decode node verifies blocks.
+A transfer is COMMITTED or FAILED only once none of its writes is in flight. Refuses to know:
+transports, threads, how the decode node verifies blocks.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class SendMachine:
                 self.peers.note_alive(item.engine_id, item.sent_at_s)
                 self._probes.on_result(item)
             case Grant() | Cancel() | Resend() | Verified():
-                self._hear(item)
+                self._handle_message(item)
             case Begin():
                 self._begin(item)
             case Abort(key=key, reason=reason):
@@ -200,11 +201,11 @@ class SendMachine:
         for transfer in list(self.transfers.values()):
             self._finish_if_quiet(transfer)
 
-    def _hear(self, message: Grant | Cancel | Resend | Verified) -> None:
+    def _handle_message(self, message: Grant | Cancel | Resend | Verified) -> None:
         transfer = self.transfers.get((message.request_id, message.epoch))
         if transfer is None:
-            # The transfer has ended here. Say so again, as the peer may hold blocks for it.
-            self._say_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
+            # The transfer has ended here. Send Quiet again, as the peer may hold blocks for it.
+            self._send_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
         elif transfer.engine_id != message.engine_id:
             logger.warning("dropped a message about another node's transfer")
         elif isinstance(message, Cancel):
@@ -372,12 +373,13 @@ class SendMachine:
                 self.peers.send(repeat.engine_id, repeat.message)
 
     def _finish_if_quiet(self, transfer: Transfer) -> None:
+        """End a failed transfer, or commit a complete one, unless a write is in flight."""
         key = (transfer.request_id, transfer.epoch)
         if transfer.writes or key not in self.transfers:
             return
         if transfer.failure is not None:
             self._forget(transfer)
-            self._say_quiet(transfer.engine_id, *key, transfer.failure)
+            self._send_quiet(transfer.engine_id, *key, transfer.failure)
             self._report(TransferEventKind.FAILED, transfer, transfer.failure)
         elif transfer.is_complete and not transfer.commit_is_sent:
             self._commit(key, transfer)
@@ -427,7 +429,7 @@ class SendMachine:
             if peer.state is PeerState.LEAVING and is_quiet:
                 self.peers.remove(peer_id)
 
-    def _say_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
+    def _send_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
         quiet = Quiet(
             engine_id=self._own.engine_id,
             request_id=request_id,

@@ -196,7 +196,7 @@ class Dispatcher:
         self._open[call.scoped_id].note_ttft()
 
     def receipt(self, call: Call) -> Receipt:
-        """Finish the record of a call that a stop string ends, and return the call's receipt."""
+        """Return the receipt of a call that a stop string ends, and finish the call's record."""
         opened = self._open[call.scoped_id]
         receipt = opened.receipt()
         opened.following.note_finished(FinishReason.STOP, receipt)

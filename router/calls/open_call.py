@@ -29,7 +29,11 @@ _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 
 
 class OpenCall:
-    """Run one call's attempts in turn, and join their tokens into one stream."""
+    """Run one call's attempts in turn, and join their tokens into one stream.
+
+    Args:
+        following: writes the call's record in the request log.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class OpenCall:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._recovery = recoveries.recover(call, self._remaining_s)
-        self._decode: Node | None = None  # the last node to decode; its model made the output
+        self._decode: Node | None = None  # the last attempt's decode node
         self._ttft_s = 0.0
         self._first_read_s = 0.0  # from arrival to the first token on a node's link
         self._ended_by: RequestError | None = None  # the reason, if ended from outside
@@ -130,7 +134,7 @@ class OpenCall:
         self._ended_by = error
         if self._attempt is not None:
             delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
-            # an error with this role always ends the call
+            # `outputs` raises `_ended_by`, so the role has no effect.
             self._attempt.fail(LegDelta(NodeRole.DECODE, delta))
 
     # ------------------------------------------------------------------ attempts
@@ -143,7 +147,7 @@ class OpenCall:
         """
         call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
-        if self._recovery.has_failed(placement):  # no better place is left, so try this one later
+        if self._recovery.has_failed(placement):  # no better place is left: try this one later
             await self._recovery.pause()
             placement = await self._wait_for_placement(failure)
         self._recovery.note_attempt(placement)
