@@ -252,12 +252,7 @@ class Reservations:
 
     def metrics(self) -> HandoffMetrics:
         """Return counts of hand-offs; safe from any thread."""
-        open_states = (
-            ReservationState.PARKED,
-            ReservationState.GRANTED,
-            ReservationState.RECEIVING,
-        )
-        states = Counter(dict.fromkeys((state.value for state in open_states), 0))
+        states = Counter(dict.fromkeys(("PARKED", "GRANTED", "RECEIVING"), 0))
         states.update(reservation.state.value for reservation in list(self._open.values()))
         states[ReservationState.QUARANTINED.value] = len(self.quarantine)
         return HandoffMetrics(

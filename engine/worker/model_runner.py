@@ -64,8 +64,7 @@ class ModelRunner:
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._sends_tokens = sends_tokens and ranks.everyone.size > 1
-        # Rows of the input batch whose last tokens the leader has not sent yet.
-        self._rows_to_receive: Tensor | None = None
+        self._rows_to_receive: Tensor | None = None  # rows whose tokens are still at the leader
         self._device = device = input_batch.device
         self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
             torch.zeros(

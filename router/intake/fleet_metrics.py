@@ -93,12 +93,11 @@ class AdapterCollector(Collector):
             self._used.popitem(last=False)
 
     def collect(self) -> Iterable[Metric]:
-        for index, (name, text) in enumerate(
-            (
-                ("adapter_requests", "Requests that finished with an adapter, by name."),
-                ("adapter_output_tokens", "Output tokens of these."),
-            )
-        ):
+        texts = {
+            "adapter_requests": "Requests that finished with an adapter, by name.",
+            "adapter_output_tokens": "Output tokens of these.",
+        }
+        for index, (name, text) in enumerate(texts.items()):
             samples = ((labels, counts[index]) for labels, counts in self._used.items())
             yield make_family(name, text, ["model", "adapter"], samples, CounterMetricFamily)
         nodes = self._pool.nodes if self._pool is not None else ()
