@@ -109,7 +109,7 @@ class Reservations:
             max_tokens=options.max_receiving_tokens,
         )
         self._early_starts: dict[tuple[Key, str], float] = {}  # when each `Start` came
-        self._ended: dict[Key, float] = {}  # when each ended; a late `Start` gets a `Cancel`
+        self._ended: dict[Key, float] = {}  # tombstones: when each ended, for a late `Start`
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0

@@ -192,7 +192,7 @@ class OpenCall:
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._recovery.pair_timeout_s
-        await self._recovery.wait_to_be_tried()
+        await self._recovery.wait_while_suspect()
         if self._num_attempts:  # a first attempt got its turn at admission
             await self._turns.wait_for_turn()
         while (placement := self._place()) is None:
@@ -202,7 +202,7 @@ class OpenCall:
             until = min(give_up_at, self._expires_at)
             adapter = self._call.terms.adapter
             await self._placer.wait_for_change(failure, num_tokens, until, adapter)
-            await self._recovery.wait_to_be_tried()
+            await self._recovery.wait_while_suspect()
             await self._turns.wait_for_turn()
         self._remaining_s()
         return placement

@@ -144,7 +144,7 @@ class Recovery:
 
     # ------------------------------------------------------------------ the next one
 
-    async def wait_to_be_tried(self) -> None:
+    async def wait_while_suspect(self) -> None:
         """Wait while a suspect call must not be placed; raise PoisonRequestError for a bad one."""
         if self._suspicion is not None:
             while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time
