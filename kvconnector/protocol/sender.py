@@ -109,9 +109,9 @@ class SendMachine:
             case Push():
                 self._push(item)
             case Posted():
-                self._take_posted(item)
+                self._on_posted(item)
             case WriteEnded():
-                self._take_ended(item)
+                self._on_write_ended(item)
             case Beat() | HelloAck():
                 self.peers.renew(item.engine_id, item.sent_at_s)
                 if isinstance(item, HelloAck):
@@ -130,7 +130,7 @@ class SendMachine:
             case ProbePosted():
                 self._probes.take_posted(item)
             case SendEnded():
-                self._take_sent(item)
+                self._on_send_ended(item)
             case Meet(peer=peer):
                 self.peers.meet(peer)
             case ConnectEnded(action=connect):
@@ -216,7 +216,7 @@ class SendMachine:
             if transfer.commit_is_sent and transfer.is_complete:
                 self._end(transfer)
         else:
-            self._take_grant(transfer, message)
+            self._on_grant(transfer, message)
 
     def _send_again(self, transfer: Transfer, message: Resend) -> None:
         layers = message.layers
@@ -227,7 +227,7 @@ class SendMachine:
         else:
             transfer.fail("the decode node asked for what there is not")
 
-    def _take_grant(self, transfer: Transfer, grant: Grant) -> None:
+    def _on_grant(self, transfer: Transfer, grant: Grant) -> None:
         try:
             check_block_ids(grant.block_ids, self.peers[transfer.engine_id].info.num_blocks)
         except ValueError as error:
@@ -242,7 +242,7 @@ class SendMachine:
         elif transfer.granted is None:
             transfer.granted = grant
 
-    def _take_sent(self, result: SendEnded) -> None:
+    def _on_send_ended(self, result: SendEnded) -> None:
         message = result.action.message
         if not result.problem:  # a Commit that needs no answer was sent
             assert isinstance(message, Commit)
@@ -300,7 +300,7 @@ class SendMachine:
                 return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
         return None
 
-    def _take_posted(self, result: Posted) -> None:
+    def _on_posted(self, result: Posted) -> None:
         action = result.action
         transfer, piece = self.transfers[action.key], action.piece
         if result.problem:
@@ -318,7 +318,7 @@ class SendMachine:
                 self._count_off(transfer)
         self._turn.ask(Pause())  # `_post_next` runs at its end
 
-    def _take_ended(self, result: WriteEnded) -> None:
+    def _on_write_ended(self, result: WriteEnded) -> None:
         if not result.key[0]:
             self._probes.take_ended(result)
             return
