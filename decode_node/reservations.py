@@ -136,7 +136,7 @@ class Reservations:
     ) -> Reservation:
         """Return a COMMITTED reservation for a request whose prompt this node computes.
 
-        If ``engine_id`` has sent a `Start`, or sends one later, it gets a `Cancel`.
+        Prefill node ``engine_id`` gets a `Cancel` for its `Start`, whether early or late.
         """
         key = (request.request_id, epoch)
         now = self._clock()
