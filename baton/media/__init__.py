@@ -1,0 +1,1 @@
+"""Images in prompts, as all programs know them: no torch, no decoding."""
