@@ -1,1 +1,1 @@
-"""Images in prompts, as all programs know them: no torch, no decoding."""
+"""Images in prompts: their tokens by model and size, without torch and without decoding."""
