@@ -1,7 +1,8 @@
 """KVCacheManager: the blocks of each request. Refuses to know: tensors.
 
 A logical block is the KV of ``block_size`` tokens in all groups of layers, hence ``num_groups``
-blocks of the pool; ``Request.block_ids`` lists these (`engine/core/kv_cache_coordinator.py`).
+blocks of the pool; ``Request.block_ids`` lists these (`engine/core/kv_cache_coordinator.py`). The
+null block, which is never written, replaces blocks that slid out of a group's attention window.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Scheduler:
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom()
         in_steps = drafting is not None and drafting.in_steps
-        self._planner = StepPlanner(max_num_requests, tells_behind=in_steps)
+        self._planner = StepPlanner(max_num_requests, has_next_tokens=in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         self.drafts = Drafts(
             kv_cache_manager,

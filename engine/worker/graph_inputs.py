@@ -25,7 +25,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from engine.sampling.device_sampling import PARAMETER_TYPES
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.block_table import BlockTable
-from engine.worker.inputs.prepared_step import StagedStep
+from engine.worker.inputs.prepared_step import ReplayStep
 
 _ALIGNMENT = 16  # bytes, for vector loads
 _NO_SLOT = -1
@@ -132,7 +132,7 @@ class GraphInputs:
         block_tables: Sequence[BlockTable],
         kernel_parameters: Mapping[str, npt.NDArray[np.generic]],
         sampling: SamplingInput,
-    ) -> StagedStep:
+    ) -> ReplayStep:
         """Write a step into the staging buffer (of two) that the previous step does not use.
 
         Args:
@@ -175,11 +175,11 @@ class GraphInputs:
             slots[num_requests:size] = _NO_SLOT
             start = group * num_requests * num_blocks
             block_table.gather(rows, num_blocks, out=tables[start:])
-        return StagedStep(sampling, self._staging, num_requests, size, num_blocks)
+        return ReplayStep(sampling, self._staging, num_requests, size, num_blocks)
 
     # ------------------------------------------------------------------ on the device
 
-    def upload(self, staged: StagedStep) -> None:
+    def upload(self, staged: ReplayStep) -> None:
         """Launch the copies of a staged step into the inputs of the next replay."""
         host, num_groups = self._host[staged.staging], len(self.block_tables)
         entries = staged.num_requests * staged.num_blocks

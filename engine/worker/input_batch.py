@@ -15,7 +15,7 @@ from engine.worker.block_table import BlockTable
 from engine.worker.drafting.base import DraftingStep
 from engine.worker.graph_inputs import GraphInputs
 from engine.worker.inputs.drafter_columns import drafting_step
-from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, StagedStep
+from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, ReplayStep
 from engine.worker.inputs.request_rows import RequestRows
 from engine.worker.inputs.state_segments import cut_segments, state_metadata
 from engine.worker.inputs.step_buffers import KeptDecodes, StepBuffers
@@ -108,7 +108,7 @@ class InputBatch:
         self._read(plan)
         return self._fill_again(plan) or self._fill(StepColumns(plan, self._max_decode_rows))
 
-    def fill_or_stage(self, plan: StepPlan) -> PreparedStep | StagedStep:
+    def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
         """Stage a step for a replay if possible; otherwise, call `fill`."""
         self._read(plan)
         columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
@@ -236,7 +236,7 @@ class InputBatch:
                 for index in asks.nonzero()[0].tolist()
             ),
             self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
-            self._unknown(columns.token_ids, token_rows),
+            self._pending_tokens(columns.token_ids, token_rows),
         )
         self._keep(columns, step)
         return step
@@ -252,11 +252,12 @@ class InputBatch:
         else:
             self._buffers.decodes = None
 
-    def _unknown(self, token_ids: Ints, token_rows: Ints) -> tuple[Tensor, Tensor] | None:
+    def _pending_tokens(self, token_ids: Ints, token_rows: Ints) -> tuple[Tensor, Tensor] | None:
+        """Return `PreparedStep.pending_tokens`."""
         places = (token_ids < 0).nonzero()[0]
         if not len(places):
             return None
-        buffer = self._buffers.unknown
+        buffer = self._buffers.pending_tokens
         pair = buffer.array[: 2 * len(places)].reshape(2, -1)
         pair[0], pair[1] = places, token_rows[places]
         on_device = self._to_device(buffer.tensor[: 2 * len(places)]).view(2, -1)

@@ -1,4 +1,4 @@
-"""PreparedStep: the tensors that a step reads; StagedStep: a step staged for a replay."""
+"""PreparedStep: the tensors that a step reads; ReplayStep: a step for a captured graph's replay."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class PreparedStep:
     Attributes:
         sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a request with
             drafts has several entries.
-        unknown: `(places, rows)`, int64 on the device: places in ``input_ids`` of tokens that the
-            previous step samples, and their rows in ``last_tokens``; None: all are known.
+        pending_tokens: tokens that the previous step samples, as `(places, rows)`, int64 on the
+            device: places in ``input_ids``, rows in `InputBatch.last_tokens`; None: all are known.
     """
 
     model: ModelInput
     sampling: SamplingInput
     prompt_rows: tuple[PromptRows, ...]
     sampling_rows: Tensor
-    unknown: tuple[Tensor, Tensor] | None
+    pending_tokens: tuple[Tensor, Tensor] | None
 
     @property
     def has_prompts(self) -> bool:
@@ -55,14 +55,14 @@ class PreparedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedStep:
-    """A step of one token per request, staged on the host for a replay.
+class ReplayStep:
+    """A step of one token per request, which replays a captured graph.
 
-    The staged bytes are overwritten two steps later.
+    Its inputs lie in a staging buffer on the host, which is overwritten two steps later.
     """
 
     sampling: SamplingInput
     staging: int  # index of the staging buffer
     num_requests: int
-    size: int  # captured size: num_requests and padding
+    size: int  # requests of the captured graph: num_requests and padding
     num_blocks: int  # used columns of the block tables
