@@ -43,6 +43,14 @@ class EncoderCache:
         """Iterate over the digests of all encodings."""
         return iter(self._sizes)
 
+    def is_held(self, digest: bytes) -> bool:
+        """Return whether some request needs an encoding."""
+        return digest in self._holders
+
+    def size_of(self, digest: bytes) -> int:
+        """Return the tokens of an encoding that is kept."""
+        return self._sizes[digest]
+
     def has_room(self, num_tokens: int, kept: Iterable[bytes] = ()) -> bool:
         """Return whether encodings of ``num_tokens`` fit, if free ones leave.
 

@@ -97,7 +97,13 @@ class ImageSteps:
         for digest, holder in self._computed:
             self.cache.release(digest, holder)
         self._computed.clear()
-        self._num_tokens_left, self._encodes_any = self._max_encoder_tokens, False
+        # A step that was given up may have left images to encode.
+        for digest in [digest for digest in self._encode if not self.cache.is_held(digest)]:
+            self.cache.remove(digest)
+            del self._encode[digest]
+        self._num_tokens_left = self._max_encoder_tokens
+        self._num_tokens_left -= sum(map(self.cache.size_of, self._encode))
+        self._encodes_any = bool(self._encode)
 
     def limit(self, request: Request, num_tokens: int) -> int:
         """Return how many of a request's next ``num_tokens`` tokens this step can compute."""
@@ -108,9 +114,10 @@ class ImageSteps:
             return num_tokens
         for span in _spans_between(request, start, start + num_tokens):
             used.append(span.digest)
-            if span.digest in self.cache or span.digest in needed:
+            if span.digest not in self.cache:
+                needed[span.digest] = span.num_tokens
+            if not needed:
                 continue
-            needed[span.digest] = span.num_tokens
             num_needed = sum(needed.values())
             is_first = not self._encodes_any and len(needed) == 1
             in_budget = is_first or num_needed <= self._num_tokens_left
