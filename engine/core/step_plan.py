@@ -18,8 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.api.images import ImageSpan
 from baton.api.sampling_params import SamplingParams
 from engine.core.drafts import is_drafted_for
+from engine.core.images.image_plan import StepImages
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 
@@ -35,6 +37,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
             later are appended.
         is_drafted_for: see `engine.core.drafts.is_drafted_for`.
         adapter: digest of the adapter that computes the request; empty: the base model.
+        images: the prompt's images, from which positions on three axes follow.
     """
 
     row: int
@@ -46,6 +49,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int]
     is_drafted_for: bool = False
     adapter: str = ""
+    images: tuple[ImageSpan, ...] = ()
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -74,6 +78,7 @@ class StepPlan:
         num_drafts: number of drafts to make after each request's last sampled token.
         next_token_ids: for the drafter, each request's token after the computed ones;
             `UNKNOWN_TOKEN` if this step samples the token. Empty without a drafter.
+        images: what the step does with images; None: nothing.
     """
 
     new_rows: tuple[NewRow, ...]
@@ -83,6 +88,7 @@ class StepPlan:
     constrained: tuple[str, ...] = ()
     num_drafts: int = 0
     next_token_ids: tuple[int, ...] = ()
+    images: StepImages | None = None
 
     @property
     def num_requests(self) -> int:
@@ -188,4 +194,5 @@ def _new_row(request: Request) -> NewRow:
         request.token_ids.copy() if looks_back else [],
         is_drafted_for(request),
         request.adapter,
+        request.image_spans,
     )

@@ -132,6 +132,7 @@ class GraphInputs:
         block_tables: Sequence[BlockTable],
         kernel_parameters: Mapping[str, npt.NDArray[np.generic]],
         sampling: SamplingInput,
+        deltas: Ints | None = None,
     ) -> ReplayStep:
         """Write a step into the staging buffer (of two) that the previous step does not use.
 
@@ -142,6 +143,8 @@ class GraphInputs:
             block_tables: one per KV cache group.
             kernel_parameters: all arrays that `PARAMETER_TYPES` names except keys, with one value
                 per row of the input batch.
+            deltas: `[num_requests]`, positions for rotation, less ``positions``; None: they are
+                equal.
         """
         self._staging = 1 - self._staging
         arrays = self._arrays[self._staging]
@@ -158,7 +161,7 @@ class GraphInputs:
         on_host = self._counted[:num_requests] + self._num_rows
         write("token_ids", np.maximum(token_ids, 0), 0)
         write("token_index", np.where(token_ids < 0, rows, on_host), self._spare_row)
-        write("positions", positions, 0)
+        write("positions", positions if deltas is None else positions + deltas, 0)
         write("rows", rows, self._spare_row)
         write("seq_lens", positions + 1, 0)
         starts = arrays["query_start_loc"]

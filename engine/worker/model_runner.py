@@ -10,12 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.core.images.image_plan import StepImages
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
+from engine.worker.inputs.encodings import Encodings
 from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, ReplayStep
 from models.parallel.group import ALONE, Ranks
 
@@ -44,6 +46,7 @@ class ModelRunner:
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
+        encodings: encodings of images.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class ModelRunner:
         self._sends_tokens = sends_tokens and ranks.everyone.size > 1
         self._rows_to_receive: Tensor | None = None  # rows whose tokens are still at the leader
         self._device = device = input_batch.device
+        self.encodings = Encodings(self._model, device)
         self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -84,8 +88,11 @@ class ModelRunner:
             eager: whether the step will be launched with a callback, and so cannot be replayed.
         """
         batch = self._input_batch
-        prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
-        prepared = prepare(plan)
+        eager = eager or plan.images is not None or self.decode_graphs.graphs is None
+        prepared = batch.fill(plan) if eager else batch.fill_or_stage(plan)
+        if plan.images is not None:
+            assert isinstance(prepared, PreparedStep)
+            prepared = replace(prepared, images=plan.images)
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
         return prepared
@@ -107,7 +114,21 @@ class ModelRunner:
             launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
             graphs.correct(prepared, token_ids)
             return self._add_drafts(launched, hidden, hooks)
+        if prepared.images is not None:
+            return self._launch_with_images(prepared, prepared.images, hooks, started_at)
         return self._launch_eagerly(prepared, hooks, started_at)
+
+    def _launch_with_images(
+        self, prepared: PreparedStep, images: StepImages, hooks: StepHooks, started_at: float
+    ) -> LaunchedStep:
+        """Encode a step's new images, then launch the step, which reads encodings."""
+        read = self.encodings.read(images)
+        prepared = replace(prepared, model=replace(prepared.model, images=read.rows))
+        launched = self._launch_eagerly(prepared, hooks, started_at)
+        launched.output = replace(
+            launched.output, failed_images=read.failed, encoding_s=read.seconds
+        )
+        return launched
 
     def _launch_eagerly(
         self, prepared: PreparedStep, hooks: StepHooks, started_at: float

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
+from engine.core.images.image_plan import StepImages
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.sampling_input import SamplingInput
-from models.base import AdapterSpan, spans_of_rows
+from models.base import AdapterSpan, ImageRows, spans_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,12 @@ class ModelInput:
     """Tensors that one forward pass of the model reads."""
 
     input_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64
+    # [num_tokens] int64, for rotation; [3, num_tokens] if they differ between three axes
+    positions: Tensor
     last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
     adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
+    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings are images'
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
         """Return the spans of some of the tokens, in places among these; ``rows`` ascend."""
@@ -40,6 +43,7 @@ class PreparedStep:
             drafts has several entries.
         pending_tokens: tokens that the previous step samples, as `(places, rows)`, int64 on the
             device: places in ``input_ids``, rows in `InputBatch.last_tokens`; None: all are known.
+        images: what the step does with images; None: nothing.
     """
 
     model: ModelInput
@@ -47,6 +51,7 @@ class PreparedStep:
     prompt_rows: tuple[PromptRows, ...]
     sampling_rows: Tensor
     pending_tokens: tuple[Tensor, Tensor] | None
+    images: StepImages | None = None
 
     @property
     def has_prompts(self) -> bool:
