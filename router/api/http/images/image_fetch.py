@@ -82,7 +82,7 @@ class ImageFetcher:
             raise InvalidRequestError(
                 field, f"the image did not come within {timeout_s:g} s"
             ) from None
-        except (aiohttp.ClientError, OSError, ValueError):
+        except (aiohttp.ClientError, OSError):
             raise InvalidRequestError(field, "the image could not be fetched") from None
 
     async def _get(self, pinned: PinnedUrl, field: str, num_before: int) -> bytes:

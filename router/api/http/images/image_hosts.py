@@ -12,6 +12,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from yarl import URL
@@ -23,6 +24,10 @@ MAX_URL_CHARS = 2_048
 _PORTS = {"http": 80, "https": 443}
 # One form only, so that no two parsers can differ: no user, no backslash, no blank, ASCII.
 _PLAIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(?:[/?][!-\[\]-~]*)?")
+# An entry of the list: a name or an address, perhaps with a port.
+_HOST = re.compile(r"(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_MAX_LOOKUPS = 4  # threads that resolve names
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -49,6 +54,7 @@ class ImageHosts:
         self._names: set[str] = set()  # "host" or "host:port"
         self._networks: list[Network] = []
         self._takes_any = False
+        self._threads = ThreadPoolExecutor(_MAX_LOOKUPS, "image-hosts")
         for entry in filter(None, (one.strip().lower() for one in listed.split(","))):
             self._add(entry)
 
@@ -61,16 +67,12 @@ class ImageHosts:
             self._takes_any = True
             return
         try:
-            self._networks.append(ipaddress.ip_network(entry.strip("[]")))
+            self._networks.append(ipaddress.ip_network(_BRACKETS.sub(r"\1", entry)))
             return
         except ValueError:
             pass
-        try:
-            url = URL(f"http://{entry}")
-            host, port = url.raw_host or "", url.explicit_port
-        except ValueError:
-            host, port = "", None
-        if not host or f"{host}{f':{port}' if port else ''}" != entry.strip("[]"):
+        match = _HOST.fullmatch(entry)
+        if match is None or not int(match[1] or 1) < 2**16:
             raise ConfigError(
                 f"image_hosts: must be hosts, HOST:PORT or networks, got {entry!r:.100}"
             )
@@ -89,12 +91,13 @@ class ImageHosts:
         parsed = self._checked(url, field)
         host, port = parsed.raw_host or "", parsed.port or 0
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
+            # Not in the loop's own threads, because a lookup may take long.
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._threads, _look_up, host, port
             )
         except (OSError, UnicodeError):
             raise InvalidRequestError(field, "the host of the URL is unknown") from None
-        addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+        addresses = tuple(dict.fromkeys(found))
         if not addresses or not all(map(self._may_connect, addresses)):
             raise InvalidRequestError(
                 field, "the host of the URL has an address that is not public (--image-hosts)"
@@ -147,6 +150,12 @@ class ImageHosts:
         if any(address in network for network in self._networks):
             return True
         return all(one.is_global and not one.is_multicast for one in _with_embedded(address))
+
+
+def _look_up(host: str, port: int) -> list[str]:
+    """Return the addresses of a host; raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
 
 
 # NAT64: the last 32 bits are an IPv4 address.

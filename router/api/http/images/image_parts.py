@@ -28,7 +28,7 @@ async def read_chat_prompt(
         InvalidRequestError: a message is wrong, the model takes no images, or an image is refused.
     """
     prompt = chat_prompt(body, served.chat_template)
-    found = list(_image_urls(body.messages))
+    found = list(_images_of(body.messages))
     if not found:
         return prompt
     fetcher = request.app[FETCHER]
@@ -36,7 +36,8 @@ async def read_chat_prompt(
     reader.options.check_count("messages", len(found))
     files: list[ImageFile] = []
     num_bytes = 0
-    for field, url in found:
+    for field, part in found:
+        url = _url_of(part, field)
         if is_data_url(url):
             data = decode_data_url(url, field, reader.options, num_bytes)
         else:
@@ -46,15 +47,14 @@ async def read_chat_prompt(
     return dataclasses.replace(prompt, images=files)
 
 
-def _image_urls(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """Yield the field and URL of each image, in order."""
+def _images_of(messages: Sequence[Message]) -> Iterator[tuple[str, ContentPart]]:
+    """Yield each image with its field, in order."""
     for index, message in enumerate(messages):
         if message.role == "tool" or not isinstance(message.content, list):
             continue
         for number, part in enumerate(message.content):
             if is_image(part):
-                field = f"messages[{index}].content[{number}]"
-                yield field, _url_of(part, field)
+                yield f"messages[{index}].content[{number}]", part
 
 
 def _url_of(part: ContentPart, field: str) -> str:
