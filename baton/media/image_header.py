@@ -62,14 +62,16 @@ def read_header(data: bytes) -> ImageHeader:
     except InvalidRequestError:
         raise
     except _PARSER_ERRORS:
-        raise _refused(f"must be a whole {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file") from None
+        raise _refused(
+            f"the image must be a whole {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
+        ) from None
 
 
 def _header_of(image: Image.Image) -> ImageHeader:
     # A phone's JPEG may hold previews besides the picture, which comes first.
     is_jpeg = image.format in ("JPEG", "MPO")
     if not is_jpeg and getattr(image, "is_animated", False):
-        raise _refused("is animated: send one picture")
+        raise _refused("the image is animated: send one picture")
     width, height = image.size
     if orientation_of(image) >= _FIRST_SIDEWAYS:
         width, height = height, width

@@ -107,14 +107,12 @@ class Attempt:
             self.forecast = self.decode.open_leg(self._request_id, self.epoch, self, work)
             peer = self.prefill.engine_id if self.prefill else ""
             images = without_files(call.images) if self.prefill else call.images
-            command = DecodeCommand(prefill_engine_id=peer, images=images, **for_both)
-            self.decode.send(command)
+            self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **for_both))
         if self.prefill is not None:
             work = LegWork(num_tokens=num_uncomputed, num_uncomputed=num_uncomputed)
             self.forecast = self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
-            command = PrefillCommand(decode_engine_id=peer, images=call.images, **for_both)
-            self.prefill.send(command)
+            self.prefill.send(PrefillCommand(decode_engine_id=peer, images=call.images, **for_both))
 
     @property
     def nodes(self) -> list[Node]:

@@ -32,11 +32,11 @@ def test_orientation_behind_the_pixels_is_not_read() -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
 def test_an_animation_is_refused(kind: str) -> None:
-    with pytest.raises(InvalidRequestError, match="image: is animated: send one picture"):
+    with pytest.raises(InvalidRequestError, match="image: the image is animated: send one picture"):
         read_header(animation(kind))
 
 
 def test_an_error_shows_no_text_of_the_parser() -> None:
     with pytest.raises(InvalidRequestError) as found:
         read_header(b"\x89PNG\r\n\x1a\nnonsense")
-    assert str(found.value) == "image: must be a whole PNG, JPEG, WEBP or GIF file"
+    assert str(found.value) == "image: the image must be a whole PNG, JPEG, WEBP or GIF file"

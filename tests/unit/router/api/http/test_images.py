@@ -172,7 +172,7 @@ async def test_other_apis_name_their_own_fields(scene: HttpScene) -> None:
     assert error == "input[0].content[0].file_id: is not supported, as nothing is stored"
     wrong = {"type": "input_image", "image_url": data_url(b"x")}
     error = await error_of(scene, RESPONSES, input=user(wrong))
-    assert error == "input: must be a whole PNG, JPEG, WEBP or GIF file"
+    assert error == "input: the image must be a whole PNG, JPEG, WEBP or GIF file"
 
 
 @on_http()
