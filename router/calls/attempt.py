@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from baton.api.images import without_files
 from baton.api.outputs import PrefillReceipt, RequestDelta
 from baton.link.words import (
     CancelCommand,
@@ -106,12 +107,13 @@ class Attempt:
             )
             self.forecast = self.decode.open_leg(self._request_id, self.epoch, self, work)
             peer = self.prefill.engine_id if self.prefill else ""
-            self.decode.send(DecodeCommand(prefill_engine_id=peer, **for_both))
+            images = without_files(call.images) if self.prefill else call.images
+            self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **for_both))
         if self.prefill is not None:
             work = LegWork(num_tokens=num_uncomputed, num_uncomputed=num_uncomputed)
             self.forecast = self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
-            self.prefill.send(PrefillCommand(decode_engine_id=peer, **for_both))
+            self.prefill.send(PrefillCommand(decode_engine_id=peer, images=call.images, **for_both))
 
     @property
     def nodes(self) -> list[Node]:

@@ -120,6 +120,8 @@ class OpenCall:
             delivery_s=self._ttft_s - self._first_read_s,
             model=self._call.terms.model,
             adapter=self._call.terms.adapter,
+            num_images=len(self._call.images),
+            num_image_tokens=sum(span.num_tokens for span in self._call.image_spans),
         )
 
     def close(self) -> None:
@@ -201,7 +203,9 @@ class OpenCall:
                 give_up_at = max(give_up_at, loop.time() + self._recovery.expected_s())
             until = min(give_up_at, self._expires_at)
             adapter = self._call.terms.adapter
-            await self._placer.wait_for_change(failure, num_tokens, until, adapter)
+            await self._placer.wait_for_change(
+                failure, num_tokens, until, adapter, has_images=bool(self._call.images)
+            )
             await self._recovery.wait_while_suspect()
             await self._turns.wait_for_turn()
         self._remaining_s()

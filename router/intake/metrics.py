@@ -144,6 +144,13 @@ class RouterMetrics:
                 ("output", "Output tokens of requests that finished."),
             )
         }
+        self._images = {
+            name: Counter(f"{_PREFIX}_{name}", text, registry=registry)
+            for name, text in (
+                ("images", "Images in prompts of requests that finished."),
+                ("image_tokens", "Prompt tokens of the images of requests that finished."),
+            )
+        }
         self._attempts = Counter(
             f"{PREFIX}_attempts", "Attempts of requests that finished.", registry=registry
         )
@@ -230,6 +237,8 @@ class RouterMetrics:
         self._tokens["prompt"].inc(receipt.num_prompt_tokens)
         self._tokens["cached_prompt"].inc(receipt.num_cached_tokens)
         self._tokens["output"].inc(receipt.num_output_tokens)
+        self._images["images"].inc(receipt.num_images)
+        self._images["image_tokens"].inc(receipt.num_image_tokens)
         self._attempts.inc(receipt.num_attempts)
         self._adapters.note_finished(receipt)
         observe, prefill, decode = self._observe_one, receipt.prefill, receipt.decode
