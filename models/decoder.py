@@ -372,7 +372,8 @@ class DecoderForCausalLM(Computing):
         Examples are a drafter's layers, which the drafter reads itself, and the vision parts of
         multimodal models.
         """
-        return name.startswith((*self._ignored, "mtp."))
+        of_vision = () if self.vision is None else self.vision.ignored
+        return name.startswith((*self._ignored, "mtp.", *(VISION + one for one in of_vision)))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Implement ``CausalLM.forward``."""

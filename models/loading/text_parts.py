@@ -28,6 +28,8 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
+# SigLIP's module in a vision tower, a name that transformers 5 leaves out.
+_TOWER, _TOWER_BEFORE = "vision_tower.", "vision_tower.vision_model."
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
 # Prefix of the vision encoder's tensors in a model that computes images.
 VISION = "vision."
@@ -87,11 +89,17 @@ def _without_axes(rope: Fields) -> dict[str, object]:
 def with_vision_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return all tensors, those of the vision encoder as `VISION` and their name."""
 
-    def renamed(name: str) -> str:
-        of_vision = name.removeprefix("model.")
-        return VISION + of_vision if of_vision.startswith(_OF_IMAGES) else name
+    return {_vision_name(name) or name: one for name, one in stored.items()}
 
-    return {renamed(name): one for name, one in stored.items()}
+
+def _vision_name(name: str) -> str | None:
+    """Return a vision tensor's name in a model that computes images; None: another tensor."""
+    of_vision = name.removeprefix("model.")
+    if not of_vision.startswith(_OF_IMAGES):
+        return None
+    if of_vision.startswith(_TOWER_BEFORE):
+        of_vision = _TOWER + of_vision.removeprefix(_TOWER_BEFORE)
+    return VISION + of_vision
 
 
 def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[str, Stored]:
@@ -105,10 +113,10 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
     kept: dict[str, Stored] = {}
     left_out: list[str] = []
     for name, one in stored.items():
-        of_vision = name.removeprefix("model.")
-        if of_vision.startswith(_OF_IMAGES):
+        of_vision = _vision_name(name)
+        if of_vision is not None:
             if images:
-                kept[VISION + of_vision] = one
+                kept[of_vision] = one
             else:
                 left_out.append(name)
             continue

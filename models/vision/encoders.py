@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from models.vision.gemma import GemmaEncoder
 from models.vision.layers import VisionEncoder
 from models.vision.pixtral import PixtralEncoder
 from models.vision.qwen import QwenEncoder
 from models.vision.siglip_tiles import TilesEncoder
-from models.vision.specs import PixtralSpec, QwenSpec, TilesSpec, VisionSpec
+from models.vision.specs import GemmaSpec, PixtralSpec, QwenSpec, TilesSpec, VisionSpec
 
 
 def make_encoder(spec: VisionSpec, text_size: int) -> VisionEncoder:
@@ -23,3 +24,5 @@ def make_encoder(spec: VisionSpec, text_size: int) -> VisionEncoder:
             return PixtralEncoder(spec, text_size)
         case QwenSpec():
             return QwenEncoder(spec)
+        case GemmaSpec():
+            return GemmaEncoder(spec, text_size)

@@ -27,9 +27,11 @@ class VisionEncoder(nn.Module):
     Attributes:
         width: numbers per embedding: the text network's ``hidden_size``, or a multiple of it if
             embeddings are also added behind layers of the text network.
+        ignored: prefixes of unused names in checkpoints, within the encoder.
     """
 
     width: int
+    ignored: tuple[str, ...] = ()
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings of one image: ``[num_placeholders, width]``.

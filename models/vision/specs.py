@@ -128,7 +128,26 @@ class QwenSpec:
     deep_layers: tuple[int, ...] = ()
 
 
-VisionSpec = TilesSpec | PixtralSpec | QwenSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaSpec:
+    """SigLIP over an image of one size, and averages of squares of patches (Gemma 3).
+
+    Attributes:
+        layers: the transformer's layers.
+        num_channels: channels of a pixel.
+        patch_size: pixels in a row of a patch.
+        patches_per_side: rows, and columns, of patches.
+        tokens_per_side: rows, and columns, of embeddings.
+    """
+
+    layers: TransformerSpec
+    num_channels: int
+    patch_size: int
+    patches_per_side: int
+    tokens_per_side: int
+
+
+VisionSpec = TilesSpec | PixtralSpec | QwenSpec | GemmaSpec
 
 
 def read_tiles(fields: Fields) -> TilesSpec:
@@ -151,6 +170,37 @@ def read_tiles(fields: Fields) -> TilesSpec:
         patch_size=patch_size,
         positions_per_side=image_size // patch_size,
         scale=fields.integer("scale_factor", 2),
+    )
+
+
+def read_gemma3(fields: Fields) -> GemmaSpec:
+    """Read the vision part of Gemma 3 (Gemma Team, arXiv:2503.19786)."""
+    vision = _vision_fields(fields)
+    kind = vision.text("model_type", "siglip_vision_model")
+    if kind != "siglip_vision_model":
+        raise vision.wrong(
+            "model_type", f"{kind!r} is not supported; supported: siglip_vision_model"
+        )
+    patch_size, hidden_size = vision.integer("patch_size", 16), vision.integer("hidden_size", 768)
+    side = vision.integer("image_size", 224, minimum=patch_size) // patch_size
+    tokens = math.isqrt(fields.integer("mm_tokens_per_image", 256))
+    if tokens > side:
+        raise fields.wrong(
+            "mm_tokens_per_image", f"{tokens**2}, but an image has {side**2} patches"
+        )
+    return GemmaSpec(
+        layers=TransformerSpec(
+            num_layers=vision.integer("num_hidden_layers", 12, maximum=MAX_PARTS),
+            hidden_size=hidden_size,
+            inner_size=vision.integer("intermediate_size", 3072),
+            num_heads=_num_heads(vision, "num_attention_heads", hidden_size, 12),
+            activation=_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+            norm_eps=vision.number("layer_norm_eps", 1e-6),
+        ),
+        num_channels=vision.integer("num_channels", 3),
+        patch_size=patch_size,
+        patches_per_side=side,
+        tokens_per_side=tokens,
     )
 
 

@@ -15,10 +15,12 @@ from transformers.image_utils import load_image
 
 from baton.api.errors import InvalidRequestError, ModelLoadError
 from baton.media.layouts import layout_of
-from models import load_model
+from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.decoder import DecoderForCausalLM
+from models.layers.rotary import RotaryEmbedding
 from models.loading.loader import WeightPacker
+from models.parallel.group import Ranks, SingleRank
 from models.vision.preprocess import Preprocessor, decode
 from tests.numerics.vision_checkpoints import (
     VISION_FAMILIES,
@@ -41,8 +43,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def their_embeddings(checkpoint: VisionCheckpoint, image: Image.Image) -> Tensor:
     """``[num_placeholders, width]``, by transformers."""
     found = checkpoint.theirs.model.get_image_features(**checkpoint.model_inputs(image))
-    deep = getattr(found, "deepstack_features", None) or []
-    return torch.cat([torch.cat(list(found.pooler_output)), *deep], dim=1)
+    by_layer = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+    return torch.cat([torch.cat(list(one)) for one in by_layer], dim=1)
 
 
 def load(checkpoint: VisionCheckpoint, packer: WeightPacker | None) -> DecoderForCausalLM:
@@ -77,6 +79,43 @@ def test_without_images_only_the_text_is_loaded(checkpoint: VisionCheckpoint) ->
     model = load_model(checkpoint.folder, dtype=torch.float32)
     assert isinstance(model, DecoderForCausalLM)
     assert model.vision is None
+
+
+def test_three_axes_turn_as_in_transformers(checkpoint: VisionCheckpoint) -> None:
+    config = ModelConfig.from_folder(checkpoint.folder, images=True)
+    if not config.rope.axes:
+        pytest.skip("a token of this model has one position")
+    rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len)
+    positions = torch.randint(0, 2000, (3, 50))
+    found = rotary(positions, 2000, torch.float32)
+    theirs = checkpoint.theirs.model.language_model.rotary_emb
+    for ours, other in zip(found, theirs(torch.empty(0), positions[:, None]), strict=True):
+        assert torch.equal(ours, other[0])
+    plain = rotary(positions[0], 2000, torch.float32)
+    alike = rotary(positions[:1].expand(3, -1), 2000, torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(plain, alike, strict=True))
+
+
+class Seat(SingleRank):
+    """A rank that only loads its share."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def test_every_rank_of_the_first_stage_has_the_whole_encoder(checkpoint: VisionCheckpoint) -> None:
+    whole = load(checkpoint, None).vision
+    assert whole is not None
+    for place in range(4):
+        ranks = Ranks(Seat(place, 4), Seat(place % 2, 2))
+        model = load_model(checkpoint.folder, dtype=torch.float32, ranks=ranks, images=True)
+        assert isinstance(model, DecoderForCausalLM)
+        if place >= 2:
+            assert model.vision is None
+            continue
+        assert model.vision is not None
+        for name, weight in whole.state_dict().items():
+            assert torch.equal(model.vision.state_dict()[name], weight), name
 
 
 def test_a_layout_expands_as_the_processor_does(checkpoint: VisionCheckpoint) -> None:
