@@ -5,7 +5,7 @@ block is arriving already:
 
     waiting   [ c b a ]  ->  receiving     until its transfer ends, within a budget
        ^           |
-       '-- behind: waits for another transfer that brings its next missing block
+       '-- waiters of a transfer that brings their next missing block
 
 Waiting requests hold no blocks, so they cannot block each other. Refuses to know: peers, messages.
 """
@@ -30,12 +30,12 @@ class _Transfer:
     Attributes:
         num_tokens: tokens that count against the budget.
         hashes: hashes of the full blocks that only this transfer brings.
-        behind: requests that wait for these blocks, in order of arrival.
+        waiters: requests that wait for these blocks, in order of arrival.
     """
 
     num_tokens: int
     hashes: list[BlockHash]
-    behind: list[tuple[Key, Request]] = field(default_factory=list)
+    waiters: list[tuple[Key, Request]] = field(default_factory=list)
 
 
 class GrantQueue:
@@ -56,7 +56,7 @@ class GrantQueue:
         self._waiting: list[tuple[Key, Request]] = []
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
-        self._coming: dict[BlockHash, Key] = {}
+        self._coming: dict[BlockHash, Key] = {}  # missing blocks, and the transfers that bring them
         # The refused request at the front, with the numbers of free blocks and waiting requests
         # then. While these stay, the queue need not look up each block of the prompt again.
         self._refused: tuple[Key, int, int] | None = None
@@ -78,7 +78,7 @@ class GrantQueue:
             brings = self._coming.get(lacking[0]) if lacking else None
             if brings is not None:
                 del self._waiting[0]
-                self._receiving[brings].behind.append((key, request))
+                self._receiving[brings].waiters.append((key, request))
                 continue
             num_tokens = request.num_initial_tokens - num_cached
             has_budget = self._has_budget(num_tokens)
@@ -94,9 +94,9 @@ class GrantQueue:
         return None
 
     def end_transfer(self, key: Key) -> None:
-        """End a transfer, well or not, and put the requests behind it first in line, or by rank.
+        """End a complete or failed transfer, and queue its waiters first, or by rank.
 
-        Does nothing for an unknown key.
+        Ignores unknown keys.
         """
         transfer = self._receiving.pop(key, None)
         if transfer is None:
@@ -106,7 +106,7 @@ class GrantQueue:
         for block_hash in transfer.hashes:
             if self._coming.get(block_hash) == key:
                 del self._coming[block_hash]
-        self._queue(0, transfer.behind)
+        self._queue(0, transfer.waiters)
 
     def _queue(self, place: int, requests: list[tuple[Key, Request]]) -> None:
         """Queue requests from ``place`` on; by priority, each has its place by rank."""
@@ -117,7 +117,7 @@ class GrantQueue:
             bisect.insort(self._waiting, item, key=lambda item: item[1].rank)
 
     def _is_refused(self, key: Key) -> bool:
-        """Return whether the first request would be refused again because nothing has changed."""
+        """Return whether the first request was refused and nothing has changed since."""
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused

@@ -145,7 +145,7 @@ class BeamRun:
             terms=terms,
             timeout_s=timeout_s,
             source=None,
-            hashes=PromptHashes(token_ids, call.cache_salt, adapter, call.hashes),
+            hashes=PromptHashes(token_ids, call.cache_salt, adapter, call.image_spans, call.hashes),
         )
 
     async def _run_all(self, calls: Sequence[Call]) -> list[TopTokens]:

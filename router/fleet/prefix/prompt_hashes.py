@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from baton.api.images import ImageSpan
 from baton.kv.block_hash import BlockHash, BlockHasher, ShortHash, extra_keys_of, shorten
 
 
@@ -29,8 +30,9 @@ class PromptHashes:
         token_ids: the prompt's token ids.
         cache_salt: prompts share cached blocks only if their salts are equal, as on the nodes.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
-        beginning: hashes of a beginning of this prompt, with equal salt and adapter, which are not
-            computed again; None: there are none.
+        images: the prompt's images, in order.
+        beginning: hashes of a beginning of this prompt, with equal salt, adapter and images, which
+            are not computed again; None: there are none.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class PromptHashes:
         token_ids: Sequence[int],
         cache_salt: bytes = b"",
         adapter: str = "",
+        images: Sequence[ImageSpan] = (),
         beginning: PromptHashes | None = None,
     ) -> None:
         self._token_ids = token_ids
+        self._images = images
         self._cache_salt, self._adapter = cache_salt, adapter
         self._extra_keys = extra_keys_of(cache_salt, adapter)
         self._beginning = beginning
@@ -72,12 +76,13 @@ class PromptHashes:
 
     def _extend(self, whole: list[BlockHash], kind: HashKind) -> None:
         if len(self._token_ids) >= kind.block_size:  # a node may report any block size
-            BlockHasher(*kind).extend(whole, self._token_ids, self._extra_keys)
+            hasher = BlockHasher(*kind)
+            hasher.extend(whole, self._token_ids, self._extra_keys, self._images)
 
     def salted(self, cache_salt: bytes) -> PromptHashes:
         """Return the hashes of the same prompt with another salt."""
         hashes = self._salted.get(cache_salt)
         if hashes is None:
-            hashes = PromptHashes(self._token_ids, cache_salt, self._adapter)
+            hashes = PromptHashes(self._token_ids, cache_salt, self._adapter, self._images)
             self._salted[cache_salt] = hashes
         return hashes
