@@ -4,64 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
-from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
 from baton.access.identity import Limits, Principal
-from baton.api.beam_search import BeamSearchParams, TopTokens, search_beams
-from baton.api.errors import BatonError, DeadlineExceededError, NodeUnavailableError
-from baton.api.outputs import FinishReason, Receipt, TextDelta, TokenLogprobs
+from baton.api.beam_search import BeamSearchParams, search_beams
+from baton.api.errors import DeadlineExceededError, NodeUnavailableError
+from baton.api.outputs import FinishReason, TextDelta
 from baton.api.sampling_params import SamplingParams
 from router.calls.beam_run import BeamRun
 from router.calls.call import Call, Terms
+from tests.fakes.router.one_token_model import OneTokenModel, best
 
 PROMPT = [5, 6, 7]
 PARAMS = BeamSearchParams(beam_width=3, max_tokens=6, end_token_ids=frozenset({1}))
-RECEIPT = Receipt(
-    num_prompt_tokens=3, num_output_tokens=1, ttft_s=0.1, total_s=0.1, prefill_node="p",
-    decode_node="", prefill=None, decode=None,
-)  # fmt: skip
-
-
-def best(prefix: Sequence[int], num: int) -> TopTokens:
-    """A model: next tokens drawn by the prefix."""
-    draw = random.Random(repr(list(prefix)))
-    tokens = draw.sample(range(20), num)
-    return list(zip(tokens, sorted((-draw.random() for _ in tokens), reverse=True), strict=True))
-
-
-class Model:
-    """Runs calls of one token; counts those that are open."""
-
-    def __init__(self, error: BatonError | None = None, *, hangs: bool = False) -> None:
-        self.calls: list[Call] = []
-        self.num_open = 0
-        self.is_waiting = asyncio.Event()
-        self._error, self._hangs = error, hangs
-
-    async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
-        self.calls.append(call)
-        self.num_open += 1
-        try:
-            await asyncio.sleep(0)
-            if len(self.calls) > 5 and self._error is not None:
-                raise self._error
-            if len(self.calls) > 5 and self._hangs:
-                self.is_waiting.set()
-                await asyncio.sleep(3600)
-            num = call.sampling_params.logprobs
-            assert num is not None
-            top = tuple(best(call.prompt_token_ids, num))
-            token_id, logprob = top[0]
-            logprobs = (TokenLogprobs(logprob, top),)
-            yield TextDelta(
-                call.request_id, 0, (token_id,), finish_reason=FinishReason.LENGTH,
-                receipt=RECEIPT, logprobs=logprobs,
-            )  # fmt: skip
-        finally:
-            self.num_open -= 1
 
 
 def make_call(**fields: object) -> Call:
@@ -81,7 +37,7 @@ async def read(run: BeamRun, place: int) -> TextDelta:
 
 def test_the_outputs_are_those_of_a_search_over_the_same_model() -> None:
     async def main() -> None:
-        model = Model()
+        model = OneTokenModel()
         run = BeamRun(make_call(), PARAMS, 100, model.run)
         found = await asyncio.gather(*(read(run, place) for place in range(3)))
         [expected] = search_beams(
@@ -102,7 +58,7 @@ def test_the_outputs_are_those_of_a_search_over_the_same_model() -> None:
 
 def test_steps_are_calls_of_one_token_with_the_terms_of_their_request() -> None:
     async def main() -> None:
-        model = Model()
+        model = OneTokenModel()
         await read(BeamRun(make_call(), PARAMS, 100, model.run), 0)
         assert len({call.request_id for call in model.calls}) == len(model.calls)
         assert all(call.terms.priority == -3 for call in model.calls)
@@ -117,7 +73,7 @@ def test_steps_are_calls_of_one_token_with_the_terms_of_their_request() -> None:
 
 def test_the_models_length_limits_the_outputs() -> None:
     async def main() -> None:
-        model = Model()
+        model = OneTokenModel()
         delta = await read(BeamRun(make_call(), PARAMS, 2, model.run), 0)
         assert len(delta.token_ids) <= 2
 
@@ -126,7 +82,7 @@ def test_the_models_length_limits_the_outputs() -> None:
 
 def test_an_error_of_a_step_ends_the_search_and_its_other_calls() -> None:
     async def main() -> None:
-        model = Model(NodeUnavailableError("gone"))
+        model = OneTokenModel(NodeUnavailableError("gone"))
         run = BeamRun(make_call(), PARAMS, 100, model.run)
         results = await asyncio.gather(
             *(read(run, place) for place in range(2)), return_exceptions=True
@@ -139,7 +95,7 @@ def test_an_error_of_a_step_ends_the_search_and_its_other_calls() -> None:
 
 def test_ending_a_stream_ends_the_search() -> None:
     async def main() -> None:
-        model = Model(hangs=True)
+        model = OneTokenModel(hangs=True)
         task = asyncio.create_task(read(BeamRun(make_call(), PARAMS, 100, model.run), 0))
         await model.is_waiting.wait()
         task.cancel()
@@ -152,7 +108,7 @@ def test_ending_a_stream_ends_the_search() -> None:
 
 def test_a_search_ends_at_the_deadline_of_its_call() -> None:
     async def main() -> None:
-        model = Model()
+        model = OneTokenModel()
         with pytest.raises(DeadlineExceededError):
             await read(BeamRun(make_call(timeout_s=0), PARAMS, 100, model.run), 0)
         assert model.calls == []

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from baton.api.beam_search import BeamSearchParams, search_beams
 from baton.link.words import PrefillCommand
-from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.http_scene import TOKENIZER, HttpScene, on_http
+from tests.fakes.router.one_token_model import OneTokenModel, best
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BEAMS = {"use_beam_search": True, "n": 2}
@@ -44,3 +46,35 @@ def test_what_does_not_fit_a_beam_search_is_refused_at_the_edge(
         assert scene.prefill.of(PrefillCommand) == []
 
     run()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@on_http(max_model_len=2000)
+async def test_the_best_outputs_come_best_first_with_their_logprobs(
+    scene: HttpScene, path: str
+) -> None:
+    model = OneTokenModel()
+    scene.dispatcher.run = model.run  # type: ignore[method-assign]
+    is_chat = path == CHAT
+    asked: dict[str, Any] = {"prompt": [5, 6, 7], "logprobs": 0}
+    if is_chat:
+        asked = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    beams = {"use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": 0.5}
+    response = await scene.post(path, max_tokens=4, priority=3, **beams, **asked)
+    answer = await response.json()
+    assert response.status == 200, answer
+    prompt = model.calls[0].prompt_token_ids
+    params = BeamSearchParams(beam_width=3, max_tokens=4, length_penalty=0.5)
+    [expected] = search_beams(
+        [prompt], params, 2000, lambda prefixes, num: [best(one, num) for one in prefixes]
+    )
+    for choice, beam in zip(answer["choices"], expected, strict=False):
+        text = choice["message"]["content"] if is_chat else choice["text"]
+        assert text == TOKENIZER.decode(beam.token_ids)
+        given = choice["logprobs"]
+        found = [one["logprob"] for one in given["content"]] if is_chat else given["token_logprobs"]
+        assert found == pytest.approx(beam.logprobs)
+        assert choice["finish_reason"] == "length"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 8
+    assert {call.terms.priority for call in model.calls} == {3}
