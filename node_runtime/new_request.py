@@ -35,4 +35,5 @@ def new_request(
         extra_keys=extra_keys_of(command.cache_salt),
         adapter=command.adapter,
         epoch=command.epoch,
+        priority=command.priority,
     )

@@ -19,9 +19,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.adapters.digest import NO_ADAPTER, AdapterDigest, AdapterError
 from baton.adapters.sources import locate_adapter
+from baton.api.beam_search import (
+    Beam,
+    BeamCompletion,
+    BeamSearchParams,
+    EarlyStopping,
+    TopTokens,
+    search_beams,
+)
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
 from baton.api.prompt import (
+    check_priority,
     check_prompt,
     check_sampling_params,
     choice_request_id,
@@ -38,14 +47,6 @@ from engine.core.request import Request
 from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
-from engine.offline.beam_search import (
-    Beam,
-    BeamCompletion,
-    BeamSearchParams,
-    EarlyStopping,
-    TopTokens,
-    search_beams,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt.
@@ -119,6 +121,8 @@ class LLM:
             prompts: texts or lists of token ids; one or many.
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
+            priority: order among requests, for all prompts or one per prompt: smaller goes first.
+                Needs ``scheduling_policy="priority"``. Priorities change no token.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -132,10 +136,13 @@ class LLM:
         prompt_list = _as_list(prompts)
         params_list = _one_per_prompt(sampling_params, len(prompt_list))
         names = _adapter_per_prompt(adapter, len(prompt_list))
+        priorities = _priority_per_prompt(priority, len(prompt_list))
         self._load_named(set(names))
         choices = [
-            self._make_choices(prompt, params, name)
-            for prompt, params, name in zip(prompt_list, params_list, names, strict=True)
+            self._make_choices(prompt, params, name, priority)
+            for prompt, params, name, priority in zip(
+                prompt_list, params_list, names, priorities, strict=True
+            )
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
@@ -149,6 +156,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
@@ -160,7 +168,9 @@ class LLM:
             raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
         many = [conversations] if _is_conversation(conversations) else conversations
         prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
-        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
+        return self.generate(
+            prompts, sampling_params, adapter=adapter, priority=priority, progress=progress
+        )
 
     def beam_search(
         self,
@@ -287,6 +297,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         adapter: str = "",
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """Complete one prompt, piece by piece; leaving the loop aborts the request.
 
@@ -294,7 +305,9 @@ class LLM:
         InvalidRequestError on the first iteration.
         """
         self._load_named({adapter})
-        requests = self._make_choices(prompt, sampling_params or SamplingParams(), adapter)
+        requests = self._make_choices(
+            prompt, sampling_params or SamplingParams(), adapter, priority
+        )
         answers = self._begin(requests, streams=True)
         try:
             while not all(answer.ended for answer in answers):
@@ -368,7 +381,7 @@ class LLM:
         return num_ended
 
     def _make_choices(
-        self, prompt: Prompt, params: SamplingParams, adapter: str = ""
+        self, prompt: Prompt, params: SamplingParams, adapter: str = "", priority: int = 0
     ) -> list[Request]:
         """Make one request per wanted output (``SamplingParams.n``) of a prompt.
 
@@ -381,6 +394,7 @@ class LLM:
         self._check_prompt(token_ids)
         params = self._with_marks(params, token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
+        self._check_priority(priority)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         self._num_requests += 1
@@ -394,6 +408,7 @@ class LLM:
                 eos_token_ids=engine.eos_token_ids,
                 max_model_len=engine.max_model_len,
                 adapter=digest,
+                priority=priority,
                 grammar=engine.compile_grammar(params),
             )
             for index in range(params.n)
@@ -411,6 +426,13 @@ class LLM:
             prompt, budget_tokens=asked.budget_tokens, must_open=asked.must_open
         )
         return replace(params, thinking=thinking)
+
+    def _check_priority(self, priority: int) -> None:
+        check_priority(priority)
+        if priority and not self.engine.by_priority:
+            raise InvalidRequestError(
+                "priority", 'needs LLM(..., scheduling_policy="priority"), which is "fcfs"'
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         check_prompt(
@@ -460,6 +482,14 @@ def _adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[
         problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"
         raise InvalidRequestError("adapter", problem)
     return names
+
+
+def _priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> list[int]:
+    priorities = [priority] * num_prompts if isinstance(priority, int) else list(priority)
+    if len(priorities) != num_prompts:
+        problem = f"must be one or {num_prompts} (one per prompt), got {len(priorities)}"
+        raise InvalidRequestError("priority", problem)
+    return priorities
 
 
 def _one_per_prompt(
