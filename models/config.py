@@ -12,13 +12,14 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.model_folder import MODELOPT_FILE
-from models.family import TextPart
+from models.family import Family, TextPart
 from models.fields import MAX_PARTS, Fields
-from models.loading.text_parts import text_part
+from models.loading.text_parts import rope_fields, text_part
 from models.quantization import QuantizationConfig, parse_quantization
 from models.recipe import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, Recipe
 from models.registry import MODELS
 from models.rope_config import RopeConfig
+from models.vision.specs import VisionSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,7 +37,8 @@ class ModelConfig:
             files of few bits.
         quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
-        is_text_part: whether the checkpoint also has parts for images, which are not used.
+        is_text_part: whether the checkpoint also has a vision encoder.
+        vision: the vision encoder; None: no images are computed.
     """
 
     architecture: str
@@ -53,6 +55,7 @@ class ModelConfig:
     num_mtp_layers: int
     recipe: Recipe
     is_text_part: bool = False
+    vision: VisionSpec | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -105,7 +108,9 @@ class ModelConfig:
         return self.recipe.ropes[0]
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, max_model_len: int | None = None) -> ModelConfig:
+    def from_folder(
+        cls, folder: str | Path, *, max_model_len: int | None = None, images: bool = False
+    ) -> ModelConfig:
         """Read ``config.json`` and, where there is one, ``generation_config.json``.
 
         Args:
@@ -113,6 +118,7 @@ class ModelConfig:
             max_model_len: the longest sequence to serve, at most ``max_position_embeddings``, which
                 is the default. For RoPE type ``longrope`` the default is the original length, up to
                 which results equal Hugging Face's (see ``RopeConfig``).
+            images: whether to read the vision encoder, too.
 
         Raises:
             ModelLoadError: one line that names the file and the field.
@@ -126,14 +132,20 @@ class ModelConfig:
             Fields.from_file(generation) if generation.exists() else Fields({}, str(generation)),
             max_model_len,
             Fields.from_file(quantization) if quantization.exists() else None,
+            images=images,
         )
 
     @classmethod
     def from_dict(
-        cls, values: Mapping[str, object], *, max_model_len: int | None = None
+        cls,
+        values: Mapping[str, object],
+        *,
+        max_model_len: int | None = None,
+        images: bool = False,
     ) -> ModelConfig:
         """Read the content of a config.json, as :meth:`from_folder` does."""
-        return _parse(Fields(values, "config.json"), Fields({}, ""), max_model_len)
+        fields = Fields(values, "config.json")
+        return _parse(fields, Fields({}, ""), max_model_len, images=images)
 
 
 def _parse(
@@ -141,17 +153,23 @@ def _parse(
     generation: Fields,
     max_model_len: int | None,
     quantization: Fields | None = None,
+    *,
+    images: bool = False,
 ) -> ModelConfig:
-    """Read the fields with the family's file; of a model that sees images, only the text part."""
+    """Read the fields with the family's file, of the text part if the model sees images.
+
+    Args:
+        images: whether to read the vision encoder, too.
+    """
     name = _architecture(fields)
     family = MODELS.load(name)
     if isinstance(family, TextPart):
-        name, fields = text_part(fields, family)
-        found = _parse(fields, generation, max_model_len, quantization)
-        return replace(found, is_text_part=True)
-    model = family.read(fields, max_model_len)
+        name, text = text_part(fields, family)
+        found = replace(_parse(text, generation, max_model_len, quantization), is_text_part=True)
+        return _with_vision(found, fields, family) if images else found
+    whole, model = fields, family.read(fields, max_model_len)
     fields = model.fields
-    return ModelConfig(
+    found = ModelConfig(
         architecture=name,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -166,6 +184,25 @@ def _parse(
         num_mtp_layers=_num_mtp_layers(fields),
         recipe=family.recipe(model),
     )
+    return _with_vision(found, whole, family) if images else found
+
+
+def _with_vision(config: ModelConfig, fields: Fields, part: Family | TextPart) -> ModelConfig:
+    """Return a text part's configuration with the vision encoder, and with three-axis rotation.
+
+    Args:
+        config: configuration of the text part.
+        fields: fields of the whole model.
+        part: the entry in the family's file.
+    """
+    if part.vision is None:
+        return config
+    recipe = config.recipe
+    if part.axes is not None:
+        rope, pairs = rope_fields(fields), config.rope.rotary_dim(config.head_dim) // 2
+        axes = part.axes.axes(rope, pairs)
+        recipe = replace(recipe, ropes=tuple(replace(one, axes=axes) for one in recipe.ropes))
+    return replace(config, recipe=recipe, vision=part.vision(fields))
 
 
 def _architecture(fields: Fields) -> str:

@@ -28,6 +28,7 @@ from models.layers.moe import SparseMoe
 from models.layers.norm import NoNorm, RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.layers.short_conv import GatedShortConv
+from models.loading.text_parts import VISION
 from models.parallel.group import ALONE, SINGLE_RANK, Collective, Ranks
 from models.parallel.shards import Rank, Span, stage_layers
 from models.recipe import (
@@ -40,6 +41,7 @@ from models.recipe import (
     Mamba2Spec,
     ShortConvSpec,
 )
+from models.vision.layers import VisionEncoder
 
 
 def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
@@ -215,6 +217,8 @@ class Decoder(Computing):
         """Implement ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
             delta = self.embed(input_ids)  # [num_tokens, hidden_size]
+            for places, embeddings in context.images:
+                delta.index_copy_(0, places, embeddings[:, : self._hidden_size].to(delta.dtype))
         else:
             shape = (len(input_ids), self._hidden_size)
             empty = torch.empty(shape, dtype=self.norm.weight.dtype, device=input_ids.device)
@@ -222,7 +226,7 @@ class Decoder(Computing):
         inputs = [delta]
         for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
             inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
-        if self.tapes is None:
+        if self.tapes is None or context.images:
             results = self._layers(inputs, context)
         else:
             results = self.tapes.run(self._layers, inputs, context)
@@ -268,6 +272,11 @@ class Decoder(Computing):
                     else self.ops.scaled_add(delta, residual, self._residual_scale)
                 )
             delta, residual = self.layers[index](delta, residual, rotations, context)
+            for places, embeddings in context.images:
+                first = (index + 1) * self._hidden_size
+                if first < embeddings.shape[1]:  # deepstack: the image is added once more
+                    more = embeddings[:, first : first + self._hidden_size]
+                    delta.index_add_(0, places, more.to(delta.dtype))
             if context.after_layer is not None:
                 context.after_layer(index)
         assert residual is not None, "a stage has at least one layer"
@@ -303,6 +312,7 @@ class DecoderForCausalLM(Computing):
     Attributes:
         mapped_bytes: bytes of the weights that are mapped from a file in the user's cache.
         adapted: computes steps with adapters; None: the model has none.
+        vision: makes embeddings of images; None: no images are computed here.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -310,6 +320,7 @@ class DecoderForCausalLM(Computing):
         self.config = config
         self.mapped_bytes = 0
         self.adapted: AdaptedForward | None = None
+        self.vision: VisionEncoder | None = None
         recipe, first = config.recipe, config.num_layers
         mtp_layers = tuple(f"model.layers.{first + i}." for i in range(config.num_mtp_layers))
         self._ignored = recipe.ignored + mtp_layers
@@ -330,12 +341,15 @@ class DecoderForCausalLM(Computing):
     def shard(self, ranks: Ranks) -> None:
         """Keep one rank's share, before there are weights.
 
-        Results are the same on all ranks of the last stage.
+        Results are the same on all ranks of the last stage. Every rank of the first stage has the
+        whole vision encoder.
 
         Raises:
             ConfigError: there are more ranks than heads, or stages than layers.
         """
         self._group = group = ranks.group
+        if not ranks.is_first_stage:
+            self.vision = None
         vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
         is_tied = self.lm_head is None
         needs_embedding = ranks.is_first_stage or (ranks.is_last_stage and is_tied)
@@ -357,7 +371,7 @@ class DecoderForCausalLM(Computing):
 
     def checkpoint_name(self, name: str) -> str:
         """Return a parameter's name in checkpoints; drafters override this."""
-        return self.config.recipe.stored_name(name)
+        return name if name.startswith(VISION) else self.config.recipe.stored_name(name)
 
     def ignores_weight(self, name: str) -> bool:
         """Return whether a checkpoint may have this weight although the model does not use it.
@@ -365,7 +379,8 @@ class DecoderForCausalLM(Computing):
         Examples are a drafter's layers, which the drafter reads itself, and the vision parts of
         multimodal models.
         """
-        return name.startswith((*self._ignored, "mtp."))
+        of_vision = () if self.vision is None else self.vision.ignored
+        return name.startswith((*self._ignored, "mtp.", *(VISION + one for one in of_vision)))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Implement ``CausalLM.forward``."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from models.fields import Fields
 from models.model_fields import FULL, SLIDING, ModelFields
 from models.recipe import Recipe
+from models.rope_config import AxesRule
+from models.vision.specs import VisionSpec
 
 # Name of a gated unit's activation in config.json -> name here.
 _ACTIVATIONS = {
@@ -68,6 +70,8 @@ class Family:
         ropes_by_layer_type: whether layers with a window may have a RoPE of their own.
         partial_rotary: whether files may limit rotation to the first dims of a head.
         turning: default of the rotated share of a head.
+        vision, axes: as in `TextPart`, for families whose text part has other weights than a text
+            model.
     """
 
     recipe: Callable[[ModelFields], Recipe]
@@ -82,6 +86,8 @@ class Family:
     ropes_by_layer_type: bool = False
     partial_rotary: bool = False
     turning: float = 1.0
+    vision: Callable[[Fields], VisionSpec] | None = None
+    axes: AxesRule | None = None
 
     def read(self, fields: Fields, max_model_len: int | None) -> ModelFields:
         """Read the fields that families share.
@@ -143,9 +149,14 @@ class TextPart:
         by_type: architectures by the ``model_type`` of the text network's configuration.
         defaults: values of text fields that the file lacks.
         is_tied: whether the head uses the embedding's weight by default.
+        vision: reads the vision encoder from the fields of the whole model; None: images are not
+            computed.
+        axes: rule by which a rotation with three positions turns; None: a token has one position.
     """
 
     architecture: str | None = None
     by_type: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     is_tied: bool = False
+    vision: Callable[[Fields], VisionSpec] | None = None
+    axes: AxesRule | None = None

@@ -47,11 +47,49 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     use_long_factors: bool = False
     max_len: int | None = None  # most positions with correct results; None: no such limit
+    # Axis (0: frames, 1: rows, 2: columns) whose position turns each pair; empty: one axis.
+    axes: tuple[int, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
         """Count the dims of a head that have a frequency."""
         whole = self.rope_type == "proportional"  # these frequencies cover all dims
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
+
+
+@dataclass(frozen=True, slots=True)
+class AxesRule:
+    """The rule by which rotary pairs turn with one of three positions (Qwen2-VL's M-RoPE).
+
+    ::
+
+        sections 2, 3, 3     | 0 0 1 1 1 2 2 2 |
+        interleaved          | 0 1 2 0 1 2 1 2 |      as far as a section goes, else axis 0
+
+    Attributes:
+        sections: default number of pairs of each axis.
+        interleaved: whether axes alternate (Qwen3-VL).
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool = False
+
+    def axes(self, rope: Fields, num_pairs: int) -> tuple[int, ...]:
+        """Return each pair's axis; raises ModelLoadError if the sections do not fit.
+
+        Args:
+            rope: fields of the rotary embedding.
+            num_pairs: rotary pairs of a head.
+        """
+        sections = self.sections
+        if rope.has("mrope_section"):
+            first, second, third = map(int, rope.numbers("mrope_section", len(sections)))
+            sections = (first, second, third)
+        if min(sections) < 0 or (not self.interleaved and sum(sections) != num_pairs):
+            raise rope.wrong("mrope_section", f"{sections} do not sum to {num_pairs} pairs")
+        if not self.interleaved:
+            return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+        places = range(num_pairs)
+        return tuple(place % 3 if place < 3 * sections[place % 3] else 0 for place in places)
 
 
 # No rotation: all cosines are 1 and all sines 0.

@@ -41,7 +41,11 @@ FAMILIES: Mapping[str, FamilyNames] = {
         ["granite", "granitemoe", "granitehybrid"],
     ),
     "lfm2": FamilyNames(["Lfm2ForCausalLM"], ["lfm2"]),
-    "llama": FamilyNames(["LlamaForCausalLM"], ["llama"]),
+    "llama": FamilyNames(
+        ["Idefics3ForConditionalGeneration", "LlamaForCausalLM",
+         "SmolVLMForConditionalGeneration"],
+        ["llama"],
+    ),
     "mistral": FamilyNames(
         ["MinistralForCausalLM", "MistralForCausalLM", "Mistral3ForConditionalGeneration",
          "MixtralForCausalLM"],

@@ -26,6 +26,8 @@ _MAX_LIMIT = 2**31 - 1
 
 # File of NVIDIA's ModelOpt, whose older releases do not write quantization to config.json.
 MODELOPT_FILE = "hf_quant_config.json"
+# Files of an image processor, the first of which may contain what the second does.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = [
     "config.json",
     MODELOPT_FILE,
@@ -35,6 +37,7 @@ _TOKENIZER_FILES = [
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    *PROCESSOR_FILES,
 ]
 # Fields that may differ between two folders of the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")

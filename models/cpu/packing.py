@@ -29,6 +29,7 @@ from models.layers.embedding import NarrowEmbedding, PackedEmbedding
 from models.layers.latent_attention import LatentProjection, PackedLatentProjection
 from models.layers.linear import ExactLinear, ExpertsLinear, GatedLinear, PackedLinear
 from models.loading.stored_weights import WeightPart, float8_alike, integers_alike
+from models.loading.text_parts import VISION
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class _Packing:
             return False
         if isinstance(owner, LatentProjection):
             self._latents[owner] = self._pack_latents(owner, parts)
-        elif isinstance(owner, ExactLinear):
+        elif isinstance(owner, ExactLinear) or self._names[owner].startswith(VISION):
             self._packed[owner] = self._pack_as(self._exact_format(parts), parts)
         elif isinstance(owner, ExpertsLinear) and owner.part_sizes[0] % self._packer.width:
             parts = list(_spread(parts, owner.part_sizes[0], self._packer.width))

@@ -1,13 +1,14 @@
-"""Llama 1 to 3.3 and everything saved under that name."""
+"""Llama 1 to 3.3 and everything saved under that name; Idefics3 and SmolVLM, which see images."""
 
 from __future__ import annotations
 
 from baton.checkpoint.gguf.architecture import Architecture, Keys
 from models.families import mistral
 from models.families.shared.gguf import PAIRS
-from models.family import GELU, Family
+from models.family import GELU, Family, TextPart
 from models.model_fields import ModelFields
 from models.recipe import Recipe
+from models.vision.specs import read_tiles
 
 
 def _llama(model: ModelFields) -> Recipe:
@@ -18,6 +19,20 @@ def _llama(model: ModelFields) -> Recipe:
 
 # Touvron et al., arXiv:2302.13971; Grattafiori et al., arXiv:2407.21783.
 LlamaForCausalLM = Family(recipe=_llama, activations=GELU)
+# Laurençon et al., arXiv:2408.12637; Marafioti et al., arXiv:2504.05299.
+Idefics3ForConditionalGeneration = SmolVLMForConditionalGeneration = TextPart(
+    by_type={"llama": "LlamaForCausalLM"},
+    defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+    },
+    vision=read_tiles,
+)
 
 
 # ---------------------------------------------------------------------------- GGUF files

@@ -15,6 +15,7 @@ from models.family import GELU, Family, TextPart
 from models.fields import MAX_PARTS
 from models.model_fields import ModelFields
 from models.recipe import ExpertsSpec, Recipe
+from models.vision.specs import read_pixtral
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 _MIXTRAL_NAMES = {
@@ -58,7 +59,9 @@ def _mixtral(model: ModelFields) -> Recipe:
 # Jiang et al., arXiv:2310.06825.
 MistralForCausalLM = Family(recipe=_mistral, defaults=_DEFAULTS, activations=GELU)
 MinistralForCausalLM = Family(recipe=_ministral, defaults=_DEFAULTS)
-Mistral3ForConditionalGeneration = TextPart(by_type={"mistral": "MistralForCausalLM"})
+Mistral3ForConditionalGeneration = TextPart(
+    by_type={"mistral": "MistralForCausalLM"}, vision=read_pixtral
+)
 # Jiang et al., arXiv:2401.04088.
 MixtralForCausalLM = Family(
     recipe=_mixtral, defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0}

@@ -16,6 +16,8 @@ from models.family import GELU, Family, TextPart
 from models.fields import MAX_PARTS, Fields
 from models.model_fields import ModelFields
 from models.recipe import AttentionSpec, ExpertsSpec, LayerSpec, Recipe
+from models.rope_config import AxesRule
+from models.vision.specs import read_qwen2, read_qwen2_5, read_qwen3
 
 
 def _qwen2(model: ModelFields) -> Recipe:
@@ -107,9 +109,15 @@ Qwen3MoeForCausalLM = Family(
 )
 # For images, Qwen's rotary embedding has three axes. A text token has the same position on all
 # axes, so the plain embedding is equal.
-Qwen2VLForConditionalGeneration = TextPart("Qwen2ForCausalLM")
-Qwen2_5_VLForConditionalGeneration = TextPart("Qwen2ForCausalLM")
-Qwen3VLForConditionalGeneration = TextPart("Qwen3ForCausalLM")
+Qwen2VLForConditionalGeneration = TextPart(
+    "Qwen2ForCausalLM", vision=read_qwen2, axes=AxesRule((16, 24, 24))
+)
+Qwen2_5_VLForConditionalGeneration = TextPart(
+    "Qwen2ForCausalLM", vision=read_qwen2_5, axes=AxesRule((16, 24, 24))
+)
+Qwen3VLForConditionalGeneration = TextPart(
+    "Qwen3ForCausalLM", vision=read_qwen3, axes=AxesRule((24, 20, 20), interleaved=True)
+)
 
 
 # ---------------------------------------------------------------------------- GGUF files

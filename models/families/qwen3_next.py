@@ -35,6 +35,8 @@ from models.recipe import (
     NormWeight,
     Recipe,
 )
+from models.rope_config import AxesRule
+from models.vision.specs import read_qwen3_5
 
 _INTERVAL = 4  # without layer types, every fourth layer attends
 # Weights that a text model ignores: multi-token prediction layers, and the vision part.
@@ -153,11 +155,20 @@ Qwen3_5MoeForCausalLM = replace(
     recipe=_qwen3_5_moe,
     defaults={**Qwen3NextForCausalLM.defaults, "intermediate_size": 1},
 )
+_AXES = AxesRule((11, 11, 10), interleaved=True)
 Qwen3_5ForConditionalGeneration = replace(
-    Qwen3_5ForCausalLM, recipe=_qwen3_5_of_images, translate=text_fields
+    Qwen3_5ForCausalLM,
+    recipe=_qwen3_5_of_images,
+    translate=text_fields,
+    vision=read_qwen3_5,
+    axes=_AXES,
 )
 Qwen3_5MoeForConditionalGeneration = replace(
-    Qwen3_5MoeForCausalLM, recipe=_qwen3_5_moe_of_images, translate=text_fields
+    Qwen3_5MoeForCausalLM,
+    recipe=_qwen3_5_moe_of_images,
+    translate=text_fields,
+    vision=read_qwen3_5,
+    axes=_AXES,
 )
 
 

@@ -78,6 +78,8 @@ class _Packing:
         self.takes_float8 = packer.has_float8 and (is_asked_for or as_stored)
         experts = [one for one in model.modules() if isinstance(one, SparseMoe)]
         self._left_alone = {layer for one in experts for layer in (one.gate_up, one.down)}
+        if model.vision is not None:
+            self._left_alone |= set(model.vision.modules())
 
     def take_kept(self, owner: nn.Module) -> bool:
         """Implement ``PackingModel.take_kept``."""

@@ -28,6 +28,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     frequencies: Tensor  # [rotary_dim / 2] float32
+    axes: Tensor  # [rotary_dim / 2] int64, each pair's axis; empty: positions have one axis
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int) -> None:
         super().__init__()
@@ -36,6 +37,8 @@ class RotaryEmbedding(nn.Module):
         self._scaling = rope.attention_factor
         self._max_len = rope.max_len
         self.register_buffer("frequencies", rope_frequencies(rope, head_dim), persistent=False)
+        axes = torch.tensor(rope.axes, dtype=torch.int64, device="cpu")
+        self.register_buffer("axes", axes, persistent=False)
 
     def forward(
         self, positions: Tensor, max_seq_len: int, dtype: torch.dtype
@@ -43,7 +46,7 @@ class RotaryEmbedding(nn.Module):
         """Compute cosines and sines of a step.
 
         Args:
-            positions: ``[num_tokens]`` int64.
+            positions: ``[num_tokens]`` int64, or ``[3, num_tokens]`` on frames, rows and columns.
             max_seq_len: the longest sequence in the step.
             dtype: dtype of the result; angles are computed in float32.
 
@@ -53,9 +56,11 @@ class RotaryEmbedding(nn.Module):
         assert self._max_len is None or max_seq_len <= self._max_len, (
             f"sequence of {max_seq_len} tokens, but ModelConfig.max_model_len is {self._max_len}"
         )
+        if positions.dim() > 1:
+            return self._compute(positions[self.axes].T, dtype)
         table = self._table(max_seq_len, positions.device, dtype)
         if table is None:
-            return self._compute(positions, dtype)
+            return self._compute(positions[:, None], dtype)
         cos, sin = table.index_select(1, positions)  # [2, num_tokens, rotary_dim]
         return cos, sin
 
@@ -72,12 +77,17 @@ class RotaryEmbedding(nn.Module):
         # Not an inference tensor, as a later caller may be outside inference_mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             every = torch.arange(size, device=device)
-            table = self._tables[dtype] = torch.stack(self._compute(every, dtype))
+            table = self._tables[dtype] = torch.stack(self._compute(every[:, None], dtype))
         return table
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute `forward`'s result without a table."""
-        half = positions.unsqueeze(1).float() * self.frequencies  # [num_tokens, rotary_dim / 2]
+        """Compute `forward`'s result without a table.
+
+        Args:
+            positions: ``[num_tokens, rotary_dim / 2]``, or ``[num_tokens, 1]`` for all pairs.
+            dtype: dtype of the result.
+        """
+        half = positions.float() * self.frequencies  # [num_tokens, rotary_dim / 2]
         angles = torch.cat((half, half), dim=-1)  # [num_tokens, rotary_dim]
         cos, sin = angles.cos(), angles.sin()
         if self._scaling != 1.0:

@@ -43,9 +43,10 @@ from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
-from models.loading.text_parts import text_tensors
+from models.loading.text_parts import text_tensors, with_vision_names
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import Kept, KeptParts
+from models.vision.encoders import make_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def load_model(
     ops: Ops | None = None,
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
+    images: bool = False,
 ) -> CausalLM:
     """Load a model folder: config.json, generation_config.json and the safetensors weights.
 
@@ -87,15 +89,18 @@ def load_model(
         ranks: ranks that share the model; each loads its part; by default, one rank has the whole
             model.
         cache: keeps packed weights in files that processes share; None: no files are kept.
+        images: whether to load the vision encoder of a model that has one, too.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete, broken or not supported; one line that
             names the file and the field or tensor.
     """
     path = Path(folder)
-    config = ModelConfig.from_folder(path, max_model_len=max_model_len)
+    config = ModelConfig.from_folder(path, max_model_len=max_model_len, images=images)
     with on_meta_device():
         model = DecoderForCausalLM(config)
+        if config.vision is not None:
+            model.vision = make_encoder(config.vision, config.hidden_size)
         whole = _Names([name for name, _ in _checkpoint_parameters(model)], [*_kv_scales(model)])
         if ranks.everyone.size > 1:
             model.shard(ranks)
@@ -428,7 +433,9 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
     if config.quantization is not None:
         # Names in the file tell which layers are quantized.
         tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
-    return text_tensors(tensors) if config.is_text_part else tensors
+    if config.is_text_part:
+        return text_tensors(tensors, images=config.vision is not None)
+    return tensors if config.vision is None else with_vision_names(tensors)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Text parts: find the text network of a model that sees images, and its names in a checkpoint.
 
-Refuses to know: how a text network computes, images.
+Refuses to know: how networks compute.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
 }
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
+# SigLIP's module in a vision tower, a name that transformers 5 leaves out.
+_TOWER, _TOWER_BEFORE = "vision_tower.", "vision_tower.vision_model."
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
+# Prefix of the vision encoder's tensors in a model that computes images.
+VISION = "vision."
 
 
 def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
@@ -69,22 +74,51 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
     return architecture, fields.with_values({**values, **ropes, "architectures": [architecture]})
 
 
+def rope_fields(fields: Fields) -> Fields:
+    """Return the fields of the text part's rotary embedding; the older name wins."""
+    text = fields.child("text_config") if fields.has("text_config") else fields
+    return next((text.child(name) for name in _ROPES if text.get(name)), Fields({}, ""))
+
+
 def _without_axes(rope: Fields) -> dict[str, object]:
     """Return a rotary embedding with three axes as a plain one, for text."""
     values = {n: rope.get(n) for n in rope.names() if not n.startswith("mrope_")}
     return {n: "default" if value == "mrope" else value for n, value in values.items()}
 
 
-def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_vision_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return all tensors, those of the vision encoder as `VISION` and their name."""
+
+    return {_vision_name(name) or name: one for name, one in stored.items()}
+
+
+def _vision_name(name: str) -> str | None:
+    """Return a vision tensor's name in a model that computes images; None: another tensor."""
+    of_vision = name.removeprefix("model.")
+    if not of_vision.startswith(_OF_IMAGES):
+        return None
+    if of_vision.startswith(_TOWER_BEFORE):
+        of_vision = _TOWER + of_vision.removeprefix(_TOWER_BEFORE)
+    return VISION + of_vision
+
+
+def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[str, Stored]:
     """Return the tensors of a model's text part, under their names in a text model.
 
-    Tensors for images are left out, which is logged once.
+    Args:
+        stored: the tensors of the whole model, by name.
+        images: whether to return the vision encoder's tensors, too, each as `VISION` and its name.
+            Otherwise they are left out, which is logged once.
     """
     kept: dict[str, Stored] = {}
     left_out: list[str] = []
     for name, one in stored.items():
-        if name.removeprefix("model.").startswith(_OF_IMAGES):
-            left_out.append(name)
+        of_vision = _vision_name(name)
+        if of_vision is not None:
+            if images:
+                kept[of_vision] = one
+            else:
+                left_out.append(name)
             continue
         prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
         kept[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = one

@@ -57,7 +57,7 @@ class Intake:
         metrics: count every request; None: new counters.
         cache_salts: decide which cached prompts a request may find; None: salts per tenant.
         parsers: divide the outputs of conversations; None: chosen by the chat template.
-        readers: templates of the processes that read requests; None: new processes.
+        readers: templates to fork the processes that read requests; None: start new processes.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
@@ -120,7 +120,7 @@ class Intake:
 
     @property
     def admission(self) -> Admission:
-        """The gate, which knows what is left of callers' limits."""
+        """The gate, which also counts what callers have left of their limits."""
         return self._dispatcher.admission
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Intake:
                         delta = answer.add(item)
                         if delta.finish_reason is None:
                             if delta.output_index == 0:
-                                self._dispatcher.note_handed_over(call)
+                                self._dispatcher.note_ttft(call)
                             yield delta
                             continue
                         # Count here, because nodes see no text and so no stop strings.

@@ -217,6 +217,10 @@ FAMILIES: dict[str, Family] = {
             },
         }
     ),
+    **dict.fromkeys(
+        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        Family({"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}}),
+    ),
     "LlamaForCausalLM": Family(
         {
             "plain": {},

@@ -116,6 +116,9 @@ def _config(config_class: Any, values: dict[str, Any]) -> Any:
 def _vision_values(config_class: Any, text_size: int) -> dict[str, Any]:
     """Return fields of the part that sees images, by the names that a family has for them."""
     name = config_class.__name__
+    if name in ("Idefics3Config", "SmolVLMConfig"):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 8}
+        return {"num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
     if name in ("Gemma3Config", "Mistral3Config"):
         kind = {"Gemma3Config": "siglip_vision_model", "Mistral3Config": "pixtral"}[name]
         sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 8}

@@ -1,0 +1,1 @@
+"""Vision encoders: images' pixel values become embeddings of a text network's placeholders."""

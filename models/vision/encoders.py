@@ -1,0 +1,28 @@
+"""make_encoder: the encoder of each vision spec."""
+
+from __future__ import annotations
+
+from models.vision.gemma import GemmaEncoder
+from models.vision.layers import VisionEncoder
+from models.vision.pixtral import PixtralEncoder
+from models.vision.qwen import QwenEncoder
+from models.vision.siglip_tiles import TilesEncoder
+from models.vision.specs import GemmaSpec, PixtralSpec, QwenSpec, TilesSpec, VisionSpec
+
+
+def make_encoder(spec: VisionSpec, text_size: int) -> VisionEncoder:
+    """Make an encoder without weights.
+
+    Args:
+        spec: kind and sizes of the encoder.
+        text_size: size of the text network's embeddings.
+    """
+    match spec:
+        case TilesSpec():
+            return TilesEncoder(spec, text_size)
+        case PixtralSpec():
+            return PixtralEncoder(spec, text_size)
+        case QwenSpec():
+            return QwenEncoder(spec)
+        case GemmaSpec():
+            return GemmaEncoder(spec, text_size)

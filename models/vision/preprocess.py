@@ -1,0 +1,91 @@
+"""Preprocessor: an image file becomes the pixel values that a model's encoder reads.
+
+transformers' own image processors compute them, with their PIL backend, which needs no
+torchvision and gives the same numbers wherever it runs. Decoding hostile files needs a process
+that may die; this module only decodes.
+Refuses to know: encoders, prompts.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from baton.api.errors import InvalidRequestError, ModelLoadError
+from baton.media.layouts.pixtral import token_pixels
+from baton.media.layouts.processor_files import ProcessorFiles
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+# Arrays of image processors that encoders read. All but flat lists of patches have a first axis of
+# images.
+_READ = ("pixel_values", "image_grid_thw")
+_FLAT = 2
+
+
+class Preprocessor:
+    """The image processor of a checkpoint.
+
+    Args:
+        folder: the model folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load the settings; raises ModelLoadError if transformers, Pillow or a file is missing."""
+        try:
+            from transformers import AutoImageProcessor
+        except ImportError as error:
+            raise ModelLoadError(
+                f"images need transformers and Pillow: pip install 'baton-serve[images]' ({error})"
+            ) from error
+        files = ProcessorFiles.read(folder)
+        self._options: dict[str, Any] = {}
+        if files is not None and files.processor_class == "PixtralProcessor":
+            self._options["patch_size"] = token_pixels(files)
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+        except (ImportError, OSError, ValueError) as error:
+            line = " ".join(str(error).split())[:300]
+            raise ModelLoadError(f"{folder}: image processor: {line}") from error
+
+    def pixels(self, data: bytes) -> dict[str, _Array]:
+        """Return the arrays that the encoder reads, by name.
+
+        Args:
+            data: an image file.
+
+        Raises:
+            InvalidRequestError: the file is no image that can be decoded.
+        """
+        image = decode(data)
+        found: Mapping[str, Any] = self._processor(image, return_tensors="np", **self._options)
+        arrays = {name: np.asarray(found[name]) for name in _READ if name in found}
+        is_flat = arrays["pixel_values"].ndim == _FLAT
+        return {
+            name: one if is_flat and name == "pixel_values" else one[0]
+            for name, one in arrays.items()
+        }
+
+
+def decode(data: bytes) -> Image.Image:
+    """Decode the first frame of an image file, upright and in RGB, as transformers does.
+
+    Raises:
+        InvalidRequestError: the file is no image that can be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            upright = ImageOps.exif_transpose(image)
+            return upright.convert("RGB")
+    except Exception as error:  # decoders raise anything for broken files
+        raise InvalidRequestError("image", "the file cannot be decoded") from error

@@ -1,0 +1,349 @@
+"""Vision specs: the shapes of vision encoders, read from a whole model's config.json; no torch.
+
+Defaults equal those of transformers' configuration classes. Refuses to know: tensors, weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from models.fields import MAX_PARTS, Fields
+
+# Names of activations in config.json -> names here (`models/vision/layers.py`).
+_ACTIVATIONS = {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+}
+_GATES = ("gelu_tanh", "gelu", "silu")
+# Defaults of Qwen2.5-VL's layers without windows, and of Qwen3-VL's deep layers.
+_FULL, _DEEP = (7, 15, 23, 31), (8, 16, 24)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerSpec:
+    """The layers of a vision transformer.
+
+    Attributes:
+        hidden_size: size of the residual stream.
+        inner_size: size of the feed-forward part's middle.
+        activation: ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``silu``.
+        norm_eps: added to variances.
+    """
+
+    num_layers: int
+    hidden_size: int
+    inner_size: int
+    num_heads: int
+    activation: str
+    norm_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of a head."""
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesSpec:
+    """SigLIP over the tiles of an image, and a connector that shuffles pixels (Idefics3, SmolVLM).
+
+    Attributes:
+        layers: the transformer's layers.
+        num_channels: channels of a pixel.
+        patch_size: pixels in a row of a patch.
+        positions_per_side: rows, and columns, of learned positions.
+        scale: rows, and columns, of patches that become one embedding.
+    """
+
+    layers: TransformerSpec
+    num_channels: int
+    patch_size: int
+    positions_per_side: int
+    scale: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixtralSpec:
+    """A transformer over an image of any size, with rotary positions, and a merger (Mistral 3).
+
+    Attributes:
+        layers: the transformer's layers.
+        num_channels: channels of a pixel.
+        patch_size: pixels in a row of a patch.
+        theta: base of the rotary frequencies.
+        merge: rows, and columns, of patches that become one embedding.
+        merger_eps: added to the merger's mean squares.
+        projector_activation: activation between the projector's linear layers.
+        projector_bias: whether these have biases.
+    """
+
+    layers: TransformerSpec
+    num_channels: int
+    patch_size: int
+    theta: float
+    merge: int
+    merger_eps: float
+    projector_activation: str
+    projector_bias: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenSpec:
+    """A transformer over an image of any size, with rotary positions, and mergers (Qwen).
+
+    Attributes:
+        layers: the transformer's layers.
+        num_channels: channels of a pixel.
+        num_frames: frames of a patch; an image is repeated in all of them.
+        patch_size: pixels in a row of a patch.
+        merge: rows, and columns, of patches that become one embedding.
+        text_size: size of the text network's embeddings.
+        theta: base of the rotary frequencies.
+        is_gated: whether norms are root-mean-square and feed-forward parts are gated (Qwen2.5).
+        is_third: whether patches have biases, and parts have Qwen3's names.
+        window: rows, and columns, of embeddings whose patches attend to each other; None: all do.
+        full_layers: layers without windows.
+        positions_per_side: rows, and columns, of learned positions; None: there are none.
+        deep_layers: layers whose results are added behind the first layers of the text network
+            (DeepStack, Meng et al., arXiv:2406.04334).
+    """
+
+    layers: TransformerSpec
+    num_channels: int
+    num_frames: int
+    patch_size: int
+    merge: int
+    text_size: int
+    theta: float
+    is_gated: bool = False
+    is_third: bool = False
+    window: int | None = None
+    full_layers: frozenset[int] = frozenset()
+    positions_per_side: int | None = None
+    deep_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaSpec:
+    """SigLIP over an image of one size, and averages of squares of patches (Gemma 3).
+
+    Attributes:
+        layers: the transformer's layers.
+        num_channels: channels of a pixel.
+        patch_size: pixels in a row of a patch.
+        patches_per_side: rows, and columns, of patches.
+        tokens_per_side: rows, and columns, of embeddings.
+    """
+
+    layers: TransformerSpec
+    num_channels: int
+    patch_size: int
+    patches_per_side: int
+    tokens_per_side: int
+
+
+VisionSpec = TilesSpec | PixtralSpec | QwenSpec | GemmaSpec
+
+
+def read_tiles(fields: Fields) -> TilesSpec:
+    """Read the vision part of Idefics3 and SmolVLM (Laurençon et al., arXiv:2408.12637)."""
+    vision = _vision_fields(fields)
+    patch_size = vision.integer("patch_size", 32)
+    image_size = vision.integer("image_size", 224, minimum=patch_size)
+    return TilesSpec(
+        layers=TransformerSpec(
+            num_layers=vision.integer("num_hidden_layers", 12, maximum=MAX_PARTS),
+            hidden_size=vision.integer("hidden_size", 1152),
+            inner_size=vision.integer("intermediate_size", 3072),
+            num_heads=_num_heads(
+                vision, "num_attention_heads", vision.integer("hidden_size", 1152)
+            ),
+            activation=_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+            norm_eps=vision.number("layer_norm_eps", 1e-6),
+        ),
+        num_channels=vision.integer("num_channels", 3),
+        patch_size=patch_size,
+        positions_per_side=image_size // patch_size,
+        scale=fields.integer("scale_factor", 2),
+    )
+
+
+def read_gemma3(fields: Fields) -> GemmaSpec:
+    """Read the vision part of Gemma 3 (Gemma Team, arXiv:2503.19786)."""
+    vision = _vision_fields(fields)
+    kind = vision.text("model_type", "siglip_vision_model")
+    if kind != "siglip_vision_model":
+        raise vision.wrong(
+            "model_type", f"{kind!r} is not supported; supported: siglip_vision_model"
+        )
+    patch_size, hidden_size = vision.integer("patch_size", 16), vision.integer("hidden_size", 768)
+    side = vision.integer("image_size", 224, minimum=patch_size) // patch_size
+    tokens = math.isqrt(fields.integer("mm_tokens_per_image", 256))
+    if tokens > side:
+        raise fields.wrong(
+            "mm_tokens_per_image", f"{tokens**2}, but an image has {side**2} patches"
+        )
+    return GemmaSpec(
+        layers=TransformerSpec(
+            num_layers=vision.integer("num_hidden_layers", 12, maximum=MAX_PARTS),
+            hidden_size=hidden_size,
+            inner_size=vision.integer("intermediate_size", 3072),
+            num_heads=_num_heads(vision, "num_attention_heads", hidden_size, 12),
+            activation=_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+            norm_eps=vision.number("layer_norm_eps", 1e-6),
+        ),
+        num_channels=vision.integer("num_channels", 3),
+        patch_size=patch_size,
+        patches_per_side=side,
+        tokens_per_side=tokens,
+    )
+
+
+def read_pixtral(fields: Fields) -> PixtralSpec:
+    """Read the vision part of Mistral 3 (Agrawal et al., arXiv:2410.07073)."""
+    vision = _vision_fields(fields)
+    kind = vision.text("model_type", "pixtral")
+    if kind != "pixtral":
+        raise vision.wrong("model_type", f"{kind!r} is not supported; supported: pixtral")
+    layer = fields.get("vision_feature_layer")
+    if layer not in (None, -1):
+        raise fields.wrong("vision_feature_layer", f"{layer!r} is not supported; supported: -1")
+    hidden_size = vision.integer("hidden_size", 1024)
+    text = fields.child("text_config") if fields.has("text_config") else Fields({}, "")
+    return PixtralSpec(
+        layers=TransformerSpec(
+            num_layers=vision.integer("num_hidden_layers", 24, maximum=MAX_PARTS),
+            hidden_size=hidden_size,
+            inner_size=vision.integer("intermediate_size", 4096),
+            num_heads=_num_heads(vision, "num_attention_heads", hidden_size),
+            activation=_activation(vision, "hidden_act", "gelu", _GATES),
+            norm_eps=1e-5,
+        ),
+        num_channels=vision.integer("num_channels", 3),
+        patch_size=vision.integer("patch_size", 16),
+        theta=_theta(vision),
+        merge=fields.integer("spatial_merge_size", 2),
+        merger_eps=text.number("rms_norm_eps", 1e-5),
+        projector_activation=_activation(fields, "projector_hidden_act", "gelu"),
+        projector_bias=fields.boolean("multimodal_projector_bias", False),
+    )
+
+
+def read_qwen2(fields: Fields) -> QwenSpec:
+    """Read the vision part of Qwen2-VL (Wang et al., arXiv:2409.12191)."""
+    vision = _vision_fields(fields)
+    size = vision.integer("embed_dim", 1280)
+    return QwenSpec(
+        layers=_qwen_layers(vision, size, 32, size * vision.integer("mlp_ratio", 4), "quick_gelu"),
+        text_size=vision.integer("hidden_size", 3584),
+        **_qwen_patches(vision, 14),
+    )
+
+
+def read_qwen2_5(fields: Fields) -> QwenSpec:
+    """Read the vision part of Qwen2.5-VL (Bai et al., arXiv:2502.13923)."""
+    vision = _vision_fields(fields)
+    size, inner = vision.integer("hidden_size", 3584), vision.integer("intermediate_size", 3420)
+    patches = _qwen_patches(vision, 14)
+    window = vision.integer("window_size", 112) // patches["patch_size"] // patches["merge"]
+    if not window:
+        raise vision.wrong("window_size", "must be at least the side of a merged patch")
+    found = vision.token_ids("fullatt_block_indexes")
+    return QwenSpec(
+        layers=_qwen_layers(vision, size, 32, inner, "silu", _GATES),
+        text_size=vision.integer("out_hidden_size", 3584),
+        is_gated=True,
+        window=window,
+        full_layers=frozenset(found if "fullatt_block_indexes" in vision.names() else _FULL),
+        **patches,
+    )
+
+
+def read_qwen3(fields: Fields) -> QwenSpec:
+    """Read the vision part of Qwen3-VL (arXiv:2511.21631)."""
+    found = read_qwen3_5(fields)
+    vision, name = _vision_fields(fields), "deepstack_visual_indexes"
+    deep = vision.token_ids(name) if name in vision.names() else _DEEP
+    if any(layer >= found.layers.num_layers for layer in deep) or list(deep) != sorted(set(deep)):
+        raise vision.wrong(name, f"expected ascending layers below {found.layers.num_layers}")
+    return replace(found, deep_layers=tuple(deep))
+
+
+def read_qwen3_5(fields: Fields) -> QwenSpec:
+    """Read the vision part of Qwen3.5: Qwen3-VL's without deep layers."""
+    vision = _vision_fields(fields)
+    size, inner = vision.integer("hidden_size", 1152), vision.integer("intermediate_size", 4304)
+    return QwenSpec(
+        layers=_qwen_layers(vision, size, 27, inner, "gelu_pytorch_tanh"),
+        text_size=vision.integer("out_hidden_size", 3584),
+        is_third=True,
+        positions_per_side=math.isqrt(vision.integer("num_position_embeddings", 2304)),
+        **_qwen_patches(vision, 16),
+    )
+
+
+def _qwen_layers(
+    vision: Fields,
+    size: int,
+    num_layers: int,
+    inner_size: int,
+    activation: str,
+    supported: tuple[str, ...] | None = None,
+) -> TransformerSpec:
+    return TransformerSpec(
+        num_layers=vision.integer("depth", num_layers, maximum=MAX_PARTS),
+        hidden_size=size,
+        inner_size=inner_size,
+        num_heads=_num_heads(vision, "num_heads", size),
+        activation=_activation(vision, "hidden_act", activation, supported),
+        norm_eps=1e-6,
+    )
+
+
+def _qwen_patches(vision: Fields, patch_size: int) -> dict[str, Any]:
+    channels = "in_chans" if vision.has("in_chans") else "in_channels"
+    return {
+        "num_channels": vision.integer(channels, 3),
+        "num_frames": vision.integer("temporal_patch_size", 2),
+        "patch_size": vision.integer("patch_size", patch_size),
+        "merge": vision.integer("spatial_merge_size", 2),
+        "theta": _theta(vision),
+    }
+
+
+def _vision_fields(fields: Fields) -> Fields:
+    return fields.child("vision_config") if fields.has("vision_config") else Fields({}, "")
+
+
+def _num_heads(vision: Fields, name: str, hidden_size: int, default: int = 16) -> int:
+    """Read the number of heads, which divides the hidden size."""
+    num_heads = vision.integer(name, default)
+    if hidden_size % num_heads:
+        raise vision.wrong(name, f"{num_heads} does not divide hidden_size {hidden_size}")
+    return num_heads
+
+
+def _activation(
+    fields: Fields, name: str, default: str, supported: tuple[str, ...] | None = None
+) -> str:
+    found = fields.text(name, default)
+    known = [n for n, ours in _ACTIVATIONS.items() if supported is None or ours in supported]
+    if found not in known:
+        raise fields.wrong(name, f"{found!r} is not supported; supported: {', '.join(known)}")
+    return _ACTIVATIONS[found]
+
+
+def _theta(vision: Fields) -> float:
+    """Read the base of rotary frequencies, in the dialects of transformers 4 and 5."""
+    if not vision.has("rope_parameters"):
+        return vision.number("rope_theta", 10_000.0)
+    rope = vision.child("rope_parameters")
+    kind = rope.text("rope_type", "axial")
+    if kind not in ("axial", "default"):
+        raise rope.wrong("rope_type", f"{kind!r} is not supported; supported: axial, default")
+    return rope.number("rope_theta", 10_000.0)
