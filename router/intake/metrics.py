@@ -145,7 +145,7 @@ class RouterMetrics:
             )
         }
         self._images = {
-            name: Counter(f"{_PREFIX}_{name}", text, registry=registry)
+            name: Counter(f"{PREFIX}_{name}", text, registry=registry)
             for name, text in (
                 ("images", "Images in prompts of requests that finished."),
                 ("image_tokens", "Prompt tokens of the images of requests that finished."),
