@@ -216,15 +216,8 @@ class Scheduler:
         Args:
             failed: digests, and why.
         """
-        for digest, problem in failed.items():
-            self.images.note_failed(digest)
-            for request in list(self.requests.values()):
-                if request.images is None or not request.images.users:
-                    continue
-                for index, span in enumerate(request.images.spans):
-                    if span.digest == digest and request.num_computed_tokens < span.end:
-                        self._fail(request, InvalidRequestError(f"images[{index}]", problem))
-                        break
+        for request, error in self.images.failures(failed, list(self.requests.values())):
+            self._fail(request, error)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.

@@ -46,10 +46,11 @@ from engine.offline.beam_search import (
     TopTokens,
     search_beams,
 )
+from engine.offline.images import ImagePrompt, take_images, with_images
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | ImagePrompt
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -116,7 +117,7 @@ class LLM:
         """Complete each prompt.
 
         Args:
-            prompts: texts or lists of token ids; one or many.
+            prompts: texts, lists of token ids, or prompts with images (`ImagePrompt`); one or many.
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             progress: show a progress bar on standard error.
@@ -139,7 +140,7 @@ class LLM:
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
-            while self.engine.has_work:
+            while self.engine.has_work or self.engine.images.is_busy:
                 advance(self._step())
         return [answer.completion() for answer in answers]
 
@@ -154,13 +155,20 @@ class LLM:
         """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
 
         Args:
-            conversations: lists of messages with a ``role`` and a ``content``; one or many.
+            conversations: lists of messages with a ``role`` and a ``content``; one or many. A
+                content may be a list of parts, some of them images (`take_images`).
         """
         if self.tokenizer is None:
             raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
         many = [conversations] if _is_conversation(conversations) else conversations
-        prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
+        prompts = [self._render(messages) for messages in many]  # type: ignore[arg-type]  # checked
         return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
+
+    def _render(self, messages: Conversation) -> Prompt:
+        assert self.tokenizer is not None
+        plain, images = take_images(messages)
+        token_ids = self.tokenizer.encode_chat(plain)
+        return {"prompt": token_ids, "images": images} if images else token_ids
 
     def beam_search(
         self,
@@ -188,7 +196,7 @@ class LLM:
             early_stopping=early_stopping,
             end_token_ids=self.engine.eos_token_ids,
         )
-        token_ids = [self._tokenize(prompt) for prompt in _as_list(prompts)]
+        token_ids = [self._read_text(prompt) for prompt in _as_list(prompts)]
         for prompt in token_ids:
             self._check_prompt(prompt)
 
@@ -334,6 +342,8 @@ class LLM:
 
         An unexpected error is dumped to a file and ends the engine.
         """
+        if not self.engine.has_work:
+            self.engine.images.wait()
         if self._dead:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
@@ -376,9 +386,13 @@ class LLM:
             adapter: name of an adapter; empty: the base model.
         """
         digest = self._named(adapter).digest if adapter else NO_ADAPTER
-        token_ids = self._tokenize(prompt)
         engine = self.engine
+        images: Sequence[Any] = ()
+        if isinstance(prompt, Mapping):
+            images, prompt = prompt.get("images", ()), prompt["prompt"]
+        token_ids, placed = with_images(self._tokenize(prompt), images, engine.images.layout)
         self._check_prompt(token_ids)
+        prompt_images = engine.images.of_prompt(placed, token_ids)
         params = self._with_marks(params, token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
         if params.stop and self.tokenizer is None:
@@ -395,6 +409,7 @@ class LLM:
                 max_model_len=engine.max_model_len,
                 adapter=digest,
                 grammar=engine.compile_grammar(params),
+                images=prompt_images,
             )
             for index in range(params.n)
         ]
@@ -419,7 +434,12 @@ class LLM:
             max_model_len=self.engine.max_model_len,
         )
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
+    def _read_text(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Mapping):
+            raise InvalidRequestError("prompt", "beam search takes no images")
+        return self._tokenize(prompt)
+
+    def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return [int(token_id) for token_id in prompt]
         if self.tokenizer is None:
@@ -447,8 +467,8 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping):
+        return [prompts]  # type: ignore[list-item]  # a single prompt
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # a single list of token ids
     return list(prompts)  # type: ignore[arg-type]  # a list of prompts
