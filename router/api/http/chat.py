@@ -20,6 +20,7 @@ from router.api.http.conversation import (
     held_output,
     open_formats,
     parser_context,
+    read_chat_prompt,
     takes_effort,
     unseen_results,
 )
@@ -35,7 +36,6 @@ from router.api.http.exchange import (
     terms_of,
 )
 from router.api.http.ignored_fields import note_ignored
-from router.api.http.images.image_parts import read_chat_prompt
 from router.api.http.logprobs import TokenTexts
 from router.api.http.responses import (
     AssistantMessage,
