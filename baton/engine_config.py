@@ -25,6 +25,7 @@ KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
 MAX_ADAPTERS = 4096
+DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_BATCHED_TOKENS = 2**20  # larger steps would take too long
@@ -236,6 +237,23 @@ class EngineConfig:
         parse=parse_bytes,
         help="Most memory for the numbers of adapters that were read before, such as 1G: such an "
         "adapter is loaded again without its files; auto: 256M.",
+    )
+    images: bool = option(
+        True,
+        help="Load the vision encoder of a checkpoint that has one, so that prompts may have "
+        "images. Off: the model computes text only, and its encoder takes no memory.",
+    )
+    max_num_encoder_input_tokens: int = option(
+        0,
+        least=0,
+        help="Most tokens of the images that one step encodes; one larger image is encoded "
+        "alone. 0: --max-num-batched-tokens.",
+    )
+    encoder_cache_tokens: int = option(
+        DEFAULT_ENCODER_CACHE_TOKENS,
+        least=1,
+        help="Tokens of all images whose encodings are kept for later prompts; the least recently "
+        "used ones leave. No image may have more.",
     )
     cuda_graphs: bool = option(
         True, help="On a GPU, replay captured steps instead of launching kernel by kernel."

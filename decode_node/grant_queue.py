@@ -4,7 +4,7 @@ Requests are served in order of arrival, unless their next missing block is arri
 
     waiting   [ c b a ]  ->  receiving     until its transfer ends, within a budget
        ^           |
-       '-- behind: waits for another transfer that brings its next missing block
+       '-- waiters of a transfer that brings their next missing block
 
 Waiting requests hold no blocks, so they cannot block each other. Refuses to know: peers, messages.
 """
@@ -29,12 +29,12 @@ class _Transfer:
     Attributes:
         num_tokens: tokens that count against the budget.
         hashes: hashes of the full blocks that only this transfer brings.
-        behind: requests that wait for these blocks, in order of arrival.
+        waiters: requests that wait for these blocks, in order of arrival.
     """
 
     num_tokens: int
     hashes: list[BlockHash]
-    behind: list[tuple[Key, Request]] = field(default_factory=list)
+    waiters: list[tuple[Key, Request]] = field(default_factory=list)
 
 
 class GrantQueue:
@@ -55,7 +55,7 @@ class GrantQueue:
         self._waiting: deque[tuple[Key, Request]] = deque()
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
-        self._coming: dict[BlockHash, Key] = {}
+        self._coming: dict[BlockHash, Key] = {}  # missing blocks, and the transfers that bring them
         # The refused request at the front, with the numbers of free blocks and waiting requests
         # then. While these stay, the queue need not look up each block of the prompt again.
         self._refused: tuple[Key, int, int] | None = None
@@ -77,7 +77,7 @@ class GrantQueue:
             brings = self._coming.get(lacking[0]) if lacking else None
             if brings is not None:
                 self._waiting.popleft()
-                self._receiving[brings].behind.append((key, request))
+                self._receiving[brings].waiters.append((key, request))
                 continue
             num_tokens = request.num_initial_tokens - num_cached
             has_budget = self._has_budget(num_tokens)
@@ -93,10 +93,7 @@ class GrantQueue:
         return None
 
     def end_transfer(self, key: Key) -> None:
-        """End a transfer, well or not, and put the requests behind it first in line.
-
-        Does nothing for an unknown key.
-        """
+        """End a complete or failed transfer, and queue its waiters first; ignore unknown keys."""
         transfer = self._receiving.pop(key, None)
         if transfer is None:
             return
@@ -105,10 +102,10 @@ class GrantQueue:
         for block_hash in transfer.hashes:
             if self._coming.get(block_hash) == key:
                 del self._coming[block_hash]
-        self._waiting.extendleft(reversed(transfer.behind))
+        self._waiting.extendleft(reversed(transfer.waiters))
 
     def _is_refused(self, key: Key) -> bool:
-        """Return whether the first request would be refused again because nothing has changed."""
+        """Return whether the first request was refused and nothing has changed since."""
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused

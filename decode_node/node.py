@@ -95,7 +95,7 @@ class DecodeNode:
 
     def step(self) -> bool:
         """Run one round; return whether there is more to do at once."""
-        self._inbox.hand_over(self, self._outbox)
+        self._inbox.deliver_commands(self, self._outbox)
         for event in self.receiver.poll():
             self._settle(event)
         self.reservations.grant_waiting()
@@ -187,11 +187,11 @@ class DecodeNode:
             self._refuse(command, error)
             self._traces.end_trace(command, received_at, error=str(error))
             return
-        take = self.reservations.park
+        reserve = self.reservations.park
         if not command.prefill_engine_id or self._is_short(request):
             engine.add_request(request)
-            take = self.reservations.decline
-        reservation = take(request, command.epoch, command.prefill_engine_id, received_at)
+            reserve = self.reservations.skip_handoff
+        reservation = reserve(request, command.epoch, command.prefill_engine_id, received_at)
         self._jobs[command.request_id] = _Job(command, request, reservation)
         logger.debug(
             "is to be decoded; %s computes its prompt of %d tokens",
@@ -201,13 +201,13 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether a request is almost wholly cached and can start here at once."""
+        """Return whether nearly all of a prompt is cached, and the request can start at once."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.num_usable_cached_tokens(request)
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # Without a cached block the prompt is only short: a prefill node computes it.
+        # A prefill node computes a short prompt of which nothing is cached here.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
@@ -245,7 +245,7 @@ class DecodeNode:
                 self._fail(reservation, "UNAVAILABLE", "the commit record does not fit")
             elif event.reason:
                 self._fail(reservation, "UNAVAILABLE", f"KV did not arrive: {event.reason}")
-            else:  # ended on the prefill node; the router knows
+            else:  # the request ended on the prefill node, and the router knows
                 self._drop_job(event.request_id)
 
     def _answer(self, result: StepResult) -> None:

@@ -3,8 +3,10 @@
     PARKED -> GRANTED -> RECEIVING -> COMMITTED          its blocks belong to the running request
         `--------`-----------`------> QUARANTINED -> free
 
-Parks requests, grants blocks, and applies transfer events. Blocks that a peer may still write after
-a request's end go into quarantine (`decode_node/quarantine.py`). Refuses to know: RPCs, tensors.
+Parks requests, grants blocks, and applies transfer events. A prefill node sends `Start` once it
+computes a request's prompt, and may write after the grant. `Quiet` says that it writes no more for
+this request. Blocks that a peer may still write after a request's end go into quarantine
+(`decode_node/quarantine.py`). Refuses to know: RPCs, tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
 
-# How long to remember an ended request, and a START that came before its DecodeCommand.
+# How long to remember an ended request, and a `Start` that came before its `DecodeCommand`.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # requests whose START came early may never come
+MAX_EARLY_STARTS = 10_000  # for these, a `DecodeCommand` may never come
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
@@ -58,8 +60,9 @@ class Reservation:
 
     Attributes:
         block_ids: blocks that the prefill node may write.
-        num_received_tokens: the highest watermark; messages may arrive in any order.
+        num_received_tokens: leading tokens whose KV is complete, by the highest watermark.
         committed_at_step: number of engine steps before the commit.
+        start_is_received: whether the prefill node computes the prompt and waits for a grant.
     """
 
     request: Request
@@ -71,7 +74,7 @@ class Reservation:
     num_received_tokens: int = 0
     committed_at: float = 0.0
     committed_at_step: int = 0
-    started: bool = False
+    start_is_received: bool = False
     receipt: PushReceipt | None = None
 
 
@@ -105,8 +108,8 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        self._early_starts: dict[tuple[Key, str], float] = {}  # when each came
-        self._ended: dict[Key, float] = {}  # tombstones: when each request ended
+        self._early_starts: dict[tuple[Key, str], float] = {}  # when each `Start` came
+        self._ended: dict[Key, float] = {}  # tombstones: when each ended, for a late `Start`
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0
@@ -125,16 +128,19 @@ class Reservations:
         self._engine.park(request)
         self._open[key] = reservation
         if self._early_starts.pop((key, engine_id), None) is not None:
-            self._want_grant(key, reservation)
+            self._queue_for_grant(key, reservation)
         return reservation
 
-    def decline(
+    def skip_handoff(
         self, request: Request, epoch: int, engine_id: str, received_at: float
     ) -> Reservation:
-        """Note that ``engine_id`` need not send a request's KV, because it is computed here."""
+        """Return a COMMITTED reservation for a request whose prompt this node computes.
+
+        Prefill node ``engine_id`` gets a `Cancel` for its `Start`, whether early or late.
+        """
         key = (request.request_id, epoch)
         now = self._clock()
-        self._ended[key] = now  # a START for this request may still arrive
+        self._ended[key] = now  # a `Start` for this request may still arrive
         if self._early_starts.pop((key, engine_id), None) is not None:
             self._receiver.cancel(key[0], epoch, engine_id)
         return Reservation(
@@ -160,7 +166,7 @@ class Reservations:
             return None
         match event.kind:
             case TransferEventKind.STARTED:
-                self._want_grant(key, reservation)
+                self._queue_for_grant(key, reservation)
             case TransferEventKind.WATERMARK:
                 self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
@@ -177,7 +183,7 @@ class Reservations:
         return None
 
     def grant_waiting(self) -> None:
-        """Grant blocks to started requests, as far as memory and the budget allow."""
+        """Grant blocks to requests with a `Start`, as far as memory and the budget allow."""
         while (taken := self._grants.grant_next()) is not None:
             key, granted = taken
             reservation = self._open[key]
@@ -206,7 +212,7 @@ class Reservations:
     def lose_peer(self, engine_id: str) -> list[Reservation]:
         """End all reservations of a prefill node that the router has lost; return them.
 
-        The node may be alive: it stays connected until it sends Quiet, or is known to be dead.
+        The node may be alive: it stays connected until it sends `Quiet`, or is known to be dead.
         """
         self.quarantine.lose(engine_id)
         return self.end_all_of(engine_id)
@@ -246,12 +252,7 @@ class Reservations:
 
     def metrics(self) -> HandoffMetrics:
         """Return counts of hand-offs; safe from any thread."""
-        open_states = (
-            ReservationState.PARKED,
-            ReservationState.GRANTED,
-            ReservationState.RECEIVING,
-        )
-        states = Counter(dict.fromkeys((state.value for state in open_states), 0))
+        states = Counter(dict.fromkeys(("PARKED", "GRANTED", "RECEIVING"), 0))
         states.update(reservation.state.value for reservation in list(self._open.values()))
         states[ReservationState.QUARANTINED.value] = len(self.quarantine)
         return HandoffMetrics(
@@ -280,9 +281,10 @@ class Reservations:
 
     # ------------------------------------------------------------------ inside
 
-    def _want_grant(self, key: Key, reservation: Reservation) -> None:
-        if not reservation.started:
-            reservation.started = True
+    def _queue_for_grant(self, key: Key, reservation: Reservation) -> None:
+        """Queue a parked request for blocks, once; a `Start` may come several times."""
+        if not reservation.start_is_received:
+            reservation.start_is_received = True
             self._grants.add_parked(key, reservation.request)
 
     @staticmethod
@@ -324,7 +326,7 @@ class Reservations:
         """End a reservation, and abort its request in the engine.
 
         KV up to the watermark stays in the prefix cache, for a later attempt. The other blocks
-        go into quarantine, unless the peer is ``quiet``: it writes no more for this request.
+        go into quarantine, unless ``quiet``: the peer writes no more for this request.
         """
         del self._open[key]
         self._grants.end_transfer(key)
@@ -335,7 +337,8 @@ class Reservations:
             reservation.block_ids = self._engine.keep_received(
                 key[0], reservation.num_received_tokens
             )
-        if reservation.started and not quiet:  # otherwise, its START finds the tombstone
+        # A `Start` that comes later finds the request in `_ended`.
+        if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:
                 self.quarantine.hold_blocks(key, engine_id, block_ids, reservation.parked_at)

@@ -12,15 +12,7 @@ from collections.abc import Callable
 
 from baton.api.outputs import DecodeReceipt
 from baton.link.words import DecodeCommand
-from baton.telemetry.spans import (
-    Attribute,
-    Span,
-    SpanKind,
-    SpanSink,
-    TraceContext,
-    child_span,
-    zero_of,
-)
+from baton.telemetry.spans import Attribute, SpanSink, child_span, request_span, zero_of
 
 
 class DecodeTraces:
@@ -54,13 +46,13 @@ class DecodeTraces:
         """
         if self._sink is None or command.trace is None:
             return
-        root, ended_at = command.trace.child(), self._clock()
-        made = [
-            _request_span(command, root, parked_at, ended_at, receipt, error),
-            child_span(
-                "decode.parked", root, parked_at, committed_at or ended_at, _pushed(receipt)
-            ),
-        ]
+        trace, request_id, ended_at = command.trace, command.request_id, self._clock()
+        counts = _counts(receipt)
+        whole = request_span(
+            "decode", trace, request_id, parked_at, ended_at, counts=counts, error=error
+        )
+        root, arrived_at = whole.context, committed_at or ended_at
+        made = [whole, child_span("decode.parked", root, parked_at, arrived_at, _pushed(receipt))]
         if committed_at:
             first_at = committed_at + first_step_s if first_step_s else ended_at
             made.append(child_span("decode.first_step", root, committed_at, first_at))
@@ -69,30 +61,14 @@ class DecodeTraces:
         self._sink(made, zero_of(self._clock))
 
 
-def _request_span(
-    command: DecodeCommand,
-    root: TraceContext,
-    begin_s: float,
-    end_s: float,
-    receipt: DecodeReceipt | None,
-    error: str,
-) -> Span:
-    assert command.trace is not None
-    attributes: dict[str, Attribute] = {"baton.request_id": command.request_id}
-    if receipt is not None:
-        attributes["baton.forwards"] = receipt.num_forwards
-        attributes["baton.prompt_tokens_computed"] = receipt.num_prompt_tokens_computed
-        attributes["baton.cached_tokens"] = receipt.num_cached_tokens
-    return Span(
-        name="decode",
-        context=root,
-        parent_id=command.trace.span_id,
-        begin_s=begin_s,
-        end_s=end_s,
-        kind=SpanKind.SERVER,
-        attributes=attributes,
-        error=error,
-    )
+def _counts(receipt: DecodeReceipt | None) -> dict[str, Attribute]:
+    if receipt is None:
+        return {}
+    return {
+        "baton.forwards": receipt.num_forwards,
+        "baton.prompt_tokens_computed": receipt.num_prompt_tokens_computed,
+        "baton.cached_tokens": receipt.num_cached_tokens,
+    }
 
 
 def _pushed(receipt: DecodeReceipt | None) -> dict[str, Attribute]:

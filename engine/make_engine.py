@@ -70,6 +70,9 @@ def make_engine(
         preemption=config.preemption,
         drafting=speculation,
         masks=MaskThreads(),
+        encoder_cache_tokens=config.encoder_cache_tokens,
+        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens
+        or config.max_num_batched_tokens,
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
     return Engine(executor, scheduler, compiler, speculation, compatibility)

@@ -112,4 +112,7 @@ class StepFigures:
             drafts_total=counters.drafts,
             accepted_drafts_total=sum(counters.accepted_drafts_by_place),
             accepted_drafts_by_place=tuple(counters.accepted_drafts_by_place),
+            images_encoded_total=counters.images_encoded,
+            encoder_cache_hits_total=counters.encoder_cache_hits,
+            encoder_seconds_total=counters.encoder_s,
         )

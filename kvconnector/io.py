@@ -34,10 +34,11 @@ from kvconnector.protocol.actions import (
     Forbidden,
     Input,
     LendSlot,
-    NotRead,
     Pause,
+    PauseEnded,
     Posted,
     ProbePosted,
+    ReadFailed,
     ReadSlot,
     Result,
     Send,
@@ -239,7 +240,7 @@ class IoLoop:
             if self._num_read_failures >= MAX_READ_FAILURES:
                 raise
             logger.warning("cannot read messages: %s", error)
-            self._tell(NotRead())
+            self._tell(ReadFailed())
             return
         self._num_read_failures = 0
         for sender, payload in payloads:
@@ -274,7 +275,7 @@ class IoLoop:
     def _do_one(self, action: Action) -> Result | None:
         match action:
             case Pause():
-                return action
+                return PauseEnded()
             case Send():
                 return self._send(action)
             case Write():
@@ -287,8 +288,8 @@ class IoLoop:
                 return self._write_probe(action)
             case Allow(engine_id=engine_id, key=key, block_ids=block_ids):
                 self._transport.allow(engine_id, key, block_ids)
-            case Forbid(engine_id=engine_id, key=key, tells=tells):
-                if _ask(lambda: self._transport.forbid(engine_id, key), False) and tells:
+            case Forbid(engine_id=engine_id, key=key, wants_result=wants_result):
+                if _ask(lambda: self._transport.forbid(engine_id, key), False) and wants_result:
                     return Forbidden(action)
             case LendSlot(slot=slot, engine_id=engine_id):
                 _ask(lambda: self._transport.scratch.lend(slot, engine_id), None)
@@ -307,7 +308,7 @@ class IoLoop:
             self._transport.notify(action.engine_id, payload)
         except TransferError as error:
             return SendEnded(action, str(error))
-        return SendEnded(action) if action.tells else None
+        return SendEnded(action) if action.wants_result else None
 
     def _connect(self, action: Connect) -> Result:
         peer = action.peer

@@ -6,7 +6,7 @@ Refuses to know: how a network is built or loaded, who fills the KV cache's bloc
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,6 +41,31 @@ class AdapterSpan(NamedTuple):
     end: int
 
 
+class ImageRows(NamedTuple):
+    """The tokens of a step that one image's encoding gives embeddings.
+
+    Attributes:
+        places: ``[n]`` int64, places of the tokens in the step.
+        embeddings: ``[n, width]``: the tokens' embeddings, then, in models with deepstack, what is
+            added behind each of the first layers.
+    """
+
+    places: Tensor
+    embeddings: Tensor
+
+
+class ImageEncoder(Protocol):
+    """The part of a model that encodes images."""
+
+    def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Return an image's embeddings, ``[num_placeholders, width]``.
+
+        Args:
+            pixels: results of the model's image processor, by name.
+        """
+        ...
+
+
 def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
     """Return the spans of some of a step's tokens, in places among these.
 
@@ -59,7 +84,9 @@ def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[
 class ForwardContext:
     """All inputs of one forward pass except token ids; always passed explicitly."""
 
-    positions: Tensor  # [num_tokens] int64, position of each token in its sequence
+    # [num_tokens] int64, position of each token in its sequence, for rotation; [3, num_tokens] on
+    # the axes of images: frames, rows and columns
+    positions: Tensor
     # The step of each KV cache group, planned by the group's backend; the first group attends.
     # Groups of states have no backend.
     groups: tuple[GroupStep, ...]
@@ -67,6 +94,7 @@ class ForwardContext:
     layer_caches: tuple[LayerCache, ...]  # one per layer
     after_layer: Callable[[int], None] | None = None  # called after each layer
     adapters: tuple[AdapterSpan, ...] = ()  # ascending; other tokens are the base model's
+    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings are images'
 
     @property
     def max_seq_len(self) -> int:

@@ -217,6 +217,8 @@ class Decoder(Computing):
         """Implement ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
             delta = self.embed(input_ids)  # [num_tokens, hidden_size]
+            for places, embeddings in context.images:
+                delta.index_copy_(0, places, embeddings[:, : self._hidden_size].to(delta.dtype))
         else:
             shape = (len(input_ids), self._hidden_size)
             empty = torch.empty(shape, dtype=self.norm.weight.dtype, device=input_ids.device)
@@ -224,7 +226,7 @@ class Decoder(Computing):
         inputs = [delta]
         for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
             inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
-        if self.tapes is None:
+        if self.tapes is None or context.images:
             results = self._layers(inputs, context)
         else:
             results = self.tapes.run(self._layers, inputs, context)
@@ -270,6 +272,11 @@ class Decoder(Computing):
                     else self.ops.scaled_add(delta, residual, self._residual_scale)
                 )
             delta, residual = self.layers[index](delta, residual, rotations, context)
+            for places, embeddings in context.images:
+                first = (index + 1) * self._hidden_size
+                if first < embeddings.shape[1]:  # deepstack: the image is added once more
+                    more = embeddings[:, first : first + self._hidden_size]
+                    delta.index_add_(0, places, more.to(delta.dtype))
             if context.after_layer is not None:
                 context.after_layer(index)
         assert residual is not None, "a stage has at least one layer"

@@ -151,6 +151,7 @@ class NodeCollector(Collector):
         )
         yield counter("step_seconds", "Time in whole steps.", engine.step_seconds_total)
         yield from self._of_work(engine)
+        yield from self._of_images(engine)
         yield gauge("uptime_seconds", "Since the engine was made.", engine.uptime_seconds)
 
     def _of_work(self, engine: EngineMetrics) -> Iterator[Metric]:
@@ -160,6 +161,16 @@ class NodeCollector(Collector):
             "weight_read_bytes", "Weights that steps read.", engine.weight_read_bytes_total
         )
         yield counter("kv_read_bytes", "KV that steps read.", engine.kv_read_bytes_total)
+
+    def _of_images(self, engine: EngineMetrics) -> Iterator[Metric]:
+        counter = self._counter
+        yield counter("images_encoded", "Images that steps encoded.", engine.images_encoded_total)
+        yield counter(
+            "encoder_cache_hits",
+            "Images of prompts whose encoding was found.",
+            engine.encoder_cache_hits_total,
+        )
+        yield counter("encoder_seconds", "Time in the encoder.", engine.encoder_seconds_total)
 
     def _of_handoffs(self, handoffs: HandoffMetrics) -> Iterator[Metric]:
         yield self._family(

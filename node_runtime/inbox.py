@@ -80,8 +80,8 @@ class Inbox(Generic[Job]):
     def __len__(self) -> int:
         return len(self._commands)
 
-    def hand_over(self, node: CommandHandler[Job], outbox: Outbox) -> None:
-        """Give all commands to the node, in order of arrival."""
+    def deliver_commands(self, node: CommandHandler[Job], outbox: Outbox) -> None:
+        """Call the node's method for each command, in order of arrival."""
         while self._commands:
             received_at, command = self._commands.popleft()
             if isinstance(command, self._job):

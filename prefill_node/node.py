@@ -2,7 +2,8 @@
 
     command -> Request -> chunks -> full blocks to the sender -> token 1 to the router
 
-One thread calls `step`; commands come in, and events go out, through queues.
+One thread calls `step`; commands come in, and events go out, through queues. A decode node
+continues the output after token 1, unless token 1 ends the output.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Job:
 
 
 class PrefillNode:
-    """Computes prompts and hands them over to decode nodes.
+    """Computes prompts, samples token 1, and sends the prompts' KV to decode nodes.
 
     Args:
         engine: the engine; only this node steps it.
@@ -91,14 +92,14 @@ class PrefillNode:
 
     def step(self) -> bool:
         """Run one round; return whether there is more to do at once."""
-        self._inbox.hand_over(self, self._outbox)
+        self._inbox.deliver_commands(self, self._outbox)
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
-        handed_over = self._answer(result)
+        continued = self._answer(result)
         self._outbox.flush()  # before any push, because a client waits for token 1
-        self.push_tracker.after_step(result.scheduled, handed_over)
+        self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
         for event in events:
@@ -159,7 +160,7 @@ class PrefillNode:
         """End all requests and hand-offs that the abort concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
-        # Also hand-offs of requests that already have token 1: D may belong to another router.
+        # Also end hand-offs after token 1: the decode node may belong to another router.
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
@@ -197,6 +198,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ results
 
     def _note_starts(self, scheduled: SchedulerOutput) -> None:
+        """Count each scheduled chunk, and note when a request's first chunk was scheduled."""
         for item in scheduled.scheduled:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1
@@ -206,13 +208,13 @@ class PrefillNode:
                 trace.begin_chunk(self._clock())
 
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Queue each token 1 for the router; return the outputs that a decode node continues."""
-        handed_over = {}
+        """Queue each token 1 for the router; return those that a decode node continues, by id."""
+        continued = {}
         if self._traces:
             self._note_chunks(result.scheduled)
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
-            # The engine stops after one token; D continues unless the output has really ended.
+            # The engine stops after one token, also where the output goes on.
             goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
             receipt = PrefillReceipt(
@@ -229,7 +231,7 @@ class PrefillNode:
             self._outbox.put(delta)
             self._traces.note_computed(job.command, receipt, job.started_at, now)
             if goes_on:
-                handed_over[output.request_id] = delta
+                continued[output.request_id] = delta
             else:
                 self.push_tracker.drop(output.request_id, "")
                 self._traces.end_trace(*_key(job.command))
@@ -239,7 +241,7 @@ class PrefillNode:
                 receipt.num_cached_tokens,
                 extra=ids_of(job.command),
             )
-        return handed_over
+        return continued
 
     def _note_chunks(self, computed: SchedulerOutput) -> None:
         for item in computed.scheduled:
@@ -256,7 +258,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether the token ends the output; this node's own limit of one does not count."""
+        """Return whether token 1 ends the output, apart from this node's limit of one token."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full

@@ -2,6 +2,13 @@
 
 Turns scheduled and computed steps into pushes for the sender. References each block until the end
 event of the block's transfer, so a request may finish or be aborted at any time.
+
+A logical block is ``block_size`` tokens: one block in each KV cache group. In a group whose layers
+attend to a sliding window only, blocks before the window at the prompt's end do not travel:
+
+    logical block     0    1    2    3          * travels
+    full attention    *    *    *    *
+    sliding window              *    *
 """
 
 from __future__ import annotations
@@ -37,12 +44,14 @@ class _Handoff:
     """One request on its way to a decode node.
 
     Attributes:
-        indices: indexes of the travelling blocks in ``Request.block_ids``.
+        indices: indexes of the travelling blocks in ``Request.block_ids``, which lists the groups'
+            blocks of logical block 0, then those of logical block 1, and so on.
         epoch: number of the attempt.
         engine_id: engine id of the decode node.
         block_ids: ids of the travelling blocks that are allocated so far.
+        start_is_sent: whether the decode node was told that this node computes the prompt.
         held_block_ids: ids of all referenced blocks, also of those from before a preemption.
-        tail: pushes the blocks from ``tail_first`` on, some layers at a time.
+        tail: pushes the blocks from ``tail_first`` on, some layers at a time; None: no tail.
     """
 
     request: Request
@@ -51,7 +60,7 @@ class _Handoff:
     engine_id: str
     added_at: float
     expires_at: float
-    started: bool = False
+    start_is_sent: bool = False
     block_ids: list[int] = field(default_factory=list)
     held_block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
@@ -62,7 +71,7 @@ class _Handoff:
     @property
     def state(self) -> str:
         """Return the name of the state, for operators."""
-        if not self.started:
+        if not self.start_is_sent:
             return "QUEUED"
         return "PUSHING" if self.num_blocks_pushed else "STARTED"
 
@@ -133,7 +142,7 @@ class PushTracker:
         )
 
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
-        """Start the transfer of requests whose first chunk is scheduled; hold their blocks.
+        """Send `Start` for requests whose first chunk is scheduled; hold all new blocks.
 
         Returns a callback to call after each layer of the step, or None.
         """
@@ -143,9 +152,9 @@ class PushTracker:
             if handoff is None:
                 continue
             request = handoff.request
-            is_first = not handoff.started
+            is_first = not handoff.start_is_sent
             if is_first:
-                handoff.started = True
+                handoff.start_is_sent = True
                 self._sender.start(
                     request.request_id,
                     handoff.epoch,
@@ -159,7 +168,7 @@ class PushTracker:
             if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # Blocks travel if still in the window at the prompt's end, so none is a null block.
+            # Travelling blocks stay in the window until the prompt's end, so none was freed.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]
@@ -203,7 +212,7 @@ class PushTracker:
         if handoff is None or epoch not in (None, handoff.epoch):
             return
         del self._handoffs[request_id]
-        if not handoff.started:
+        if not handoff.start_is_sent:
             self._engine.block_pool.release(handoff.held_block_ids)
             return
         self._draining[request_id, handoff.epoch] = handoff
@@ -227,7 +236,7 @@ class PushTracker:
             self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
-        """Release an ended transfer's blocks; return whether a hand-off still wanted has failed."""
+        """Release an ended transfer's blocks; return whether an open hand-off has failed."""
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
             self._ended[event.outcome] += 1
@@ -262,16 +271,16 @@ class PushTracker:
 
     @property
     def num_transfers(self) -> int:
-        """Return the number of hand-offs that are open, or ended and still on the wire."""
+        """Return the number of hand-offs that are open, or ended with writes in flight."""
         return len(self._handoffs) + len(self._draining)
 
     @property
     def num_draining_blocks(self) -> int:
-        """Return the number of blocks of ended requests that are still on the wire."""
+        """Return the number of blocks of ended hand-offs that a write in flight may still read."""
         return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
 
     def held(self) -> list[BlockHolding]:
-        """Return the blocks that travel, or that a write may still read, for the ledger."""
+        """Return the blocks of open hand-offs, and those that writes may still read."""
         now = self._clock()
         pushed = (_holding(BlockOwner.PUSH, h, now) for h in self._handoffs.values())
         drained = (_holding(BlockOwner.DRAINING, h, now) for h in self._draining.values())
@@ -280,7 +289,7 @@ class PushTracker:
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
         """Let a tail push the blocks that the prompt's last step writes, layer by layer."""
         request = handoff.request
-        # Blocks that the step in flight fills are not pushed yet, and do not belong to the tail.
+        # Blocks that the step in flight fills are pushed after that step, not by the tail.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
         first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
         handoff.tail, handoff.tail_first = tail, first
@@ -294,6 +303,11 @@ class PushTracker:
         )
 
     def _push(self, handoff: _Handoff, num_logical_blocks: int, token_id: int | None) -> None:
+        """Push the blocks of the first logical blocks that were not pushed yet.
+
+        Args:
+            token_id: token 1, which makes this the last push; None: more pushes follow.
+        """
         first = handoff.num_blocks_pushed
         num_blocks = bisect.bisect_left(handoff.indices, num_logical_blocks * self._num_groups)
         if num_blocks <= first and token_id is None:

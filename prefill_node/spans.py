@@ -18,10 +18,10 @@ from baton.link.words import PrefillCommand
 from baton.telemetry.spans import (
     Attribute,
     Span,
-    SpanKind,
     SpanSink,
     TraceContext,
     child_span,
+    request_span,
     zero_of,
 )
 
@@ -65,22 +65,16 @@ class PrefillTrace:
         Args:
             has_pushed: whether the request's KV was sent to a decode node.
         """
-        root = self.parent.child()
-        attributes: dict[str, Attribute] = {"baton.request_id": self.request_id}
+        counts: dict[str, Attribute] = {}
         if self.receipt is not None:
-            attributes["baton.chunks"] = self.receipt.num_chunks
-            attributes["baton.computed_tokens"] = self.receipt.num_computed_tokens
-            attributes["baton.cached_tokens"] = self.receipt.num_cached_tokens
-        whole = Span(
-            name="prefill",
-            context=root,
-            parent_id=self.parent.span_id,
-            begin_s=self.received_at,
-            end_s=now,
-            kind=SpanKind.SERVER,
-            attributes=attributes,
-            error=self.error,
+            counts["baton.chunks"] = self.receipt.num_chunks
+            counts["baton.computed_tokens"] = self.receipt.num_computed_tokens
+            counts["baton.cached_tokens"] = self.receipt.num_cached_tokens
+        parent, request_id, begin_s = self.parent, self.request_id, self.received_at
+        whole = request_span(
+            "prefill", parent, request_id, begin_s, now, counts=counts, error=self.error
         )
+        root = whole.context
         started_at, computed_at = self.started_at or now, self.computed_at or now
         made = [whole, child_span("prefill.queue", root, self.received_at, started_at)]
         if not self.started_at:

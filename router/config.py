@@ -16,6 +16,7 @@ from baton.telemetry.trace_options import TraceOptions
 from router.connection_budget import ConnectionOptions
 from router.gate.admission_options import AdmissionOptions
 from router.gate.scaling_options import ScalingOptions
+from router.intake.images.image_options import ImageOptions
 from router.intake.text_options import TextOptions
 from router.policies import POLICIES
 
@@ -157,6 +158,7 @@ class RouterConfig:
         "fields in a header of the answer (X-Baton-Ignored-Fields).",
     )
     texts: TextOptions = group(TextOptions)
+    images: ImageOptions = group(ImageOptions)
     api_keys_file: str = option(
         "",
         help="TOML file with a table per key (baton keys new): who may call what, over gRPC and "

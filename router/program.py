@@ -255,6 +255,7 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
         status_page=page,
         adapters=parts.adapters,
         tracing=parts.tracing,
+        images=config.images,
     )
     parts.names.bases[0].metrics.show_connections(server.connections)
     address = await server.start(config.http_listen)

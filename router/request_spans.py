@@ -81,6 +81,9 @@ def _request_span(record: RequestRecord, trace: TraceContext, model: str) -> Spa
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "baton.attempts": len(record.attempts),
     }
+    if call.images:
+        attributes["baton.images"] = len(call.images)
+        attributes["baton.image_tokens"] = sum(span.num_tokens for span in call.image_spans)
     if record.tenant:
         attributes["baton.tenant"] = record.tenant
     if record.finish_reason is not None:

@@ -265,9 +265,10 @@ class NearPeers(Peers):
     def may_start(self, engine_id: str) -> bool:
         return engine_id in self and self[engine_id].state is PeerState.CONNECTED
 
-    def send(self, engine_id: str, message: Message, *, tells: bool = False) -> bool:
-        is_there = engine_id in self._network
-        return is_there and super().send(self[engine_id].engine_id, message, tells=tells)
+    def send(self, engine_id: str, message: Message, *, wants_result: bool = False) -> bool:
+        if engine_id not in self._network:
+            return False
+        return super().send(self[engine_id].engine_id, message, wants_result=wants_result)
 
     def may_write(self, engine_id: str) -> bool:
         return engine_id in self._network

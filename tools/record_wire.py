@@ -99,6 +99,7 @@ def top_messages() -> list[tuple[str, Message]]:
 
 def _commands() -> dict[str, Message]:
     """Make samples of commands to nodes with plausible values, because nodes check them."""
+    from baton.api.images import ImageSpan, PromptImage
     from baton.api.sampling_params import SamplingParams
     from baton.link import wire
     from baton.link.words import DecodeCommand, PrefillCommand
@@ -114,6 +115,7 @@ def _commands() -> dict[str, Message]:
         "timeout_s": 9.5,
         "output_token_ids": (4, 5),
         "cache_salt": b"salt",
+        "images": (PromptImage(ImageSpan(1, 2, b"digest", (1, 1, 2)), b"file"),),
     }
     prefill = PrefillCommand(decode_engine_id="d0-1", **common)
     decode = DecodeCommand(prefill_engine_id="p0-1", **common)

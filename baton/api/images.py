@@ -10,6 +10,7 @@ images that lie in them, because placeholders of all images are the same token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +49,11 @@ class PromptImage(msgspec.Struct, frozen=True, gc=False):
 
     span: ImageSpan
     data: bytes = b""
+
+
+def without_files(images: Iterable[PromptImage]) -> tuple[PromptImage, ...]:
+    """Return images for a receiver that does not encode them."""
+    return tuple(PromptImage(image.span) for image in images)
 
 
 @dataclass(frozen=True, slots=True)

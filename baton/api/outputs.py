@@ -164,6 +164,8 @@ class Receipt:
         delivery_s: token 1 read from a node's link -> handed to the client's stream.
         model: name that the request was served under; empty: from an older router.
         adapter: digest of the LoRA adapter that the name stood for; empty: the base model.
+        num_images: number of images in the prompt.
+        num_image_tokens: prompt tokens of the images, marks included.
     """
 
     num_prompt_tokens: int
@@ -180,6 +182,8 @@ class Receipt:
     delivery_s: float = 0.0
     model: str = ""
     adapter: str = ""
+    num_images: int = 0
+    num_image_tokens: int = 0
 
     @property
     def network_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import os
@@ -33,8 +34,14 @@ from baton.v1 import inference_pb2, types_pb2
 from baton.wire import types as wire_types
 from baton.wire.fields import from_message
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, or chat messages such as ``[{"role": "user", "content": "Hello"}]``.
+
+The content of a user's message may be a list of parts: ``{"type": "text", "text": ...}``, and
+``{"type": "image", "image": ...}`` with the bytes of an image file, or OpenAI's ``image_url`` with
+a data URL. A text or token ids with the model's markers of images are
+``{"prompt": ..., "images": [...]}``.
+"""
 
 # Routers keep a resumable request for about this long.
 RESUME_WITHIN_S = 10.0
@@ -64,12 +71,14 @@ class ModelDescription:
     Attributes:
         parent: name of an adapter's base model; empty: the name stands for a base model.
         adapter: digest of the adapter; empty: none.
+        image_marker: text that stands for an image in prompts; empty: the model takes no images.
     """
 
     name: str
     max_model_len: int
     parent: str = ""
     adapter: str = ""
+    image_marker: str = ""
 
 
 def credentials(api_key: str | None) -> rpc.Metadata:
@@ -197,23 +206,56 @@ def make_prompt(prompt: Prompt) -> inference_pb2.Prompt:
 def _fill_prompt(
     request: inference_pb2.GenerateRequest | inference_pb2.Prompt, prompt: Prompt
 ) -> None:
+    if isinstance(prompt, Mapping):
+        _fill_prompt(request, prompt["prompt"])
+        request.images.extend(image_bytes("images", one) for one in prompt.get("images", ()))
+        return
     if isinstance(prompt, str):
         request.text = _checked_text("prompt", prompt)
         return
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
-        for message in cast("list[Mapping[str, str]]", items):
-            if not isinstance(message.get("role"), str):
-                raise InvalidRequestError("chat", "each message needs a role and a content")
-            request.chat.messages.add(
-                role=_checked_text("chat", message["role"]),
-                content=_checked_text("chat", message.get("content", "")),
-            )
+        request.chat.messages.extend(map(_chat_message, cast("list[Mapping[str, Any]]", items)))
         return
     for token_id in items:
         if not isinstance(token_id, int) or not 0 <= token_id <= MAX_TOKEN_ID:
             raise InvalidRequestError("prompt", f"{token_id!r} is not a token id")
     request.token_ids.CopyFrom(types_pb2.TokenIds(ids=cast("list[int]", items)))
+
+
+def _chat_message(message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
+    """Make the message of a chat's turn; raises InvalidRequestError."""
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequestError("chat", "each message needs a role and a content")
+    made = inference_pb2.ChatMessage(role=_checked_text("chat", message["role"]))
+    content = message.get("content", "")
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        made.content = _checked_text("chat", content)
+        return made
+    for part in content:
+        match part:
+            case {"type": "text", "text": text}:
+                made.parts.add(text=_checked_text("chat", text))
+            case {"type": "image", "image": image}:
+                made.parts.add(image=image_bytes("chat", image))
+            case {"type": "image_url", "image_url": {"url": url} | str(url)}:
+                made.parts.add(image=image_bytes("chat", url))
+            case _:
+                raise InvalidRequestError("chat", "parts must be a text, image or image_url")
+    return made
+
+
+def image_bytes(field: str, image: object) -> bytes:
+    """Return an image file given as bytes or as a data URL; raises InvalidRequestError."""
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    head, _, text = image.partition(",") if isinstance(image, str) else ("", "", "")
+    if not (head.startswith("data:") and head.endswith(";base64")):
+        raise InvalidRequestError(field, "images must be bytes of a file, or a data URL in base64")
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise InvalidRequestError(field, "the data URL has no valid base64") from None
 
 
 def _checked_text(field: str, text: object) -> str:

@@ -3,24 +3,26 @@
     namespace    facts about the node: model, weights, dtypes, layout
     extra keys   facts about the request: the group that shares its KV, the adapter
 
-    hash[-1] = H(namespace, extra keys)        hash[i] = H(hash[i - 1], tokens of block i)
+    hash[-1] = H(namespace, extra keys)        hash[i] = H(hash[i - 1], tokens of block i, images)
 
 Hashes are chained, so equal hashes mean equal prefixes with equal namespace and extra keys. Another
-cache salt or other weights change all hashes of a prompt. All code that identifies cached KV uses
-this file: nodes' caches, their events to routers, and the routers' index. A router computes the
-hashes of a prompt to find nodes that have a prefix, so this file needs no torch, and its results
-are part of the protocol.
+cache salt or other weights change all hashes of a prompt. Placeholders of all images are the same
+token, so a block's hash also covers the digests of the images that lie in the block, and where each
+image begins. All code that identifies cached KV uses this file: nodes' caches, their events to
+routers, and the routers' index. A router computes the hashes of a prompt to find nodes that have a
+prefix, so this file needs no torch, and its results are part of the protocol.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import xxhash
 
 from baton.api.errors import ConfigError
+from baton.api.images import ImageSpan
 
 BlockHash = bytes
 ShortHash = int  # the first 64 bits: enough to choose a node, too few to reuse KV
@@ -32,6 +34,7 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
 }
 DEFAULT_HASH_ALGORITHM = "blake2b"
 _ROOT = b"baton/2"
+_OFFSET = struct.Struct("<i")  # negative: the image began in an earlier block
 
 
 def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
@@ -99,21 +102,36 @@ class BlockHasher:
         self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, little-endian
 
     def extend(
-        self, hashes: list[BlockHash], token_ids: Sequence[int], extra_keys: Sequence[bytes] = ()
+        self,
+        hashes: list[BlockHash],
+        token_ids: Sequence[int],
+        extra_keys: Sequence[bytes] = (),
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         """Append the hashes of the full blocks of ``token_ids`` that ``hashes`` lacks.
 
         Args:
             hashes: hashes of the sequence's first ``len(hashes)`` blocks.
             extra_keys: values from `extra_keys_of`.
+            images: the sequence's images, in order.
         """
         size = self.block_size
         for start in range(len(hashes) * size, len(token_ids) - size + 1, size):
             parent = hashes[-1] if hashes else self._root(extra_keys)
-            hashes.append(self._digest(parent + self._pack(*token_ids[start : start + size])))
+            content = self._pack(*token_ids[start : start + size])
+            if images:
+                content += _framed(_images_within(images, start, start + size))
+            hashes.append(self._digest(parent + content))
 
     def _root(self, extra_keys: Sequence[bytes]) -> bytes:
         return self._digest(_ROOT + _framed((self._namespace, *extra_keys)))
+
+
+def _images_within(images: Iterable[ImageSpan], start: int, end: int) -> Iterator[bytes]:
+    """Yield the digest of each image in a block, and where the image begins in the block."""
+    for span in images:
+        if span.first < end and span.end > start:
+            yield span.digest + _OFFSET.pack(span.first - start)
 
 
 def _framed(fields: Iterable[bytes]) -> bytes:

@@ -6,8 +6,11 @@ that no peer or client should send.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from baton.api.errors import InvalidRequestError
+from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
 from baton.link import words as link
 from baton.telemetry.spans import TraceContext, parse_traceparent
@@ -266,11 +269,45 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
 
 def _messages_of(command: link.RequestCommand) -> dict[str, Any]:
     """Return the fields of a command that are messages themselves."""
-    params = sampling_params_to_proto(command.sampling_params)
-    if command.trace is None:
-        return {"sampling_params": params}
-    trace = {"traceparent": command.trace.traceparent, "tracestate": command.trace.state}
-    return {"sampling_params": params, **trace}
+    fields: dict[str, Any] = {"sampling_params": sampling_params_to_proto(command.sampling_params)}
+    if command.images:
+        fields["images"] = map(_image_to_proto, command.images)
+    if command.trace is not None:
+        fields["traceparent"] = command.trace.traceparent
+        fields["tracestate"] = command.trace.state
+    return fields
+
+
+def _image_to_proto(image: PromptImage) -> node_pb2.PromptImage:
+    frames, rows, columns = image.span.grid
+    return to_message(
+        node_pb2.PromptImage,
+        image.span,
+        frames=frames,
+        rows=rows,
+        columns=columns,
+        data=image.data,
+    )
+
+
+def _images_from_proto(
+    messages: Iterable[node_pb2.PromptImage], num_prompt_tokens: int
+) -> tuple[PromptImage, ...]:
+    """Convert images; raises InvalidRequestError unless they lie in order in the prompt."""
+    images: list[PromptImage] = []
+    end = 0
+    for message in messages:
+        grid = (message.frames, message.rows, message.columns)
+        span = from_message(ImageSpan, message, grid=grid)
+        if not (end <= span.first and span.num_tokens > 0 and span.end <= num_prompt_tokens):
+            raise InvalidRequestError(
+                "images",
+                f"must lie in order in a prompt of {num_prompt_tokens} tokens, got "
+                f"{span.num_tokens} tokens at {span.first}",
+            )
+        end = span.end
+        images.append(PromptImage(span, message.data))
+    return tuple(images)
 
 
 def _trace_from_proto(
@@ -317,4 +354,5 @@ def _request_from_proto(
         prompt_token_ids=list(message.prompt_token_ids),
         sampling_params=sampling_params_from_proto(message.sampling_params),
         trace=_trace_from_proto(message),
+        images=_images_from_proto(message.images, len(message.prompt_token_ids)),
     )

@@ -12,6 +12,7 @@ from enum import Enum
 
 import msgspec
 
+from baton.api.images import PromptImage
 from baton.api.outputs import RequestDelta as RequestDelta
 from baton.api.outputs import RequestError as RequestError
 from baton.api.sampling_params import SamplingParams
@@ -85,6 +86,7 @@ class NodeRegistration:
         decode_times: times measured at the node's start; empty: not measured, or no decode node.
         protocol: version of the link's messages.
         loads_adapters: whether the node can load the adapters of its commands.
+        encodes_images: whether the node can compute prompts with images.
     """
 
     node_name: str
@@ -107,6 +109,7 @@ class NodeRegistration:
     step_times: tuple[StepTime, ...] = ()
     decode_times: tuple[DecodeTime, ...] = ()
     loads_adapters: bool = False
+    encodes_images: bool = False
 
     @property
     def revision(self) -> str:
@@ -267,6 +270,8 @@ class RequestCommand:
         adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
         pins_adapter: whether the adapter keeps its slot when others need one.
         trace: parent span of the node's spans; None: not traced.
+        images: images of the prompt in order; without files for a node that does not compute the
+            prompt.
     """
 
     request_id: str
@@ -280,6 +285,7 @@ class RequestCommand:
     adapter_source: str = ""
     pins_adapter: bool = False
     trace: TraceContext | None = None
+    images: tuple[PromptImage, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,8 @@ def receipt_line(receipt: Receipt) -> str:
         f"TTFT {receipt.ttft_s * 1e3:.0f} ms",
         f"{receipt.time_per_token_s * 1e3:.1f} ms/token",
     ]
+    if receipt.num_images:
+        parts.append(f"{receipt.num_images} images of {receipt.num_image_tokens} tokens")
     if receipt.adapter:
         parts.append(f"adapter {receipt.adapter[:_SHOWN_DIGEST_CHARS]}")
     if receipt.num_attempts > 1:

@@ -102,6 +102,29 @@ def child_span(
     )
 
 
+def request_span(
+    name: str,
+    parent: TraceContext,
+    request_id: str,
+    begin_s: float,
+    end_s: float,
+    *,
+    counts: Mapping[str, Attribute],
+    error: str,
+) -> Span:
+    """Make a node's span of a router's request, as a child of ``parent``."""
+    return Span(
+        name=name,
+        context=parent.child(),
+        parent_id=parent.span_id,
+        begin_s=begin_s,
+        end_s=end_s,
+        kind=SpanKind.SERVER,
+        attributes={"baton.request_id": request_id, **counts},
+        error=error,
+    )
+
+
 # Takes the finished spans of one piece of work; quick and thread-safe. The second argument is the
 # UNIX time at which the spans' clock showed 0, in nanoseconds.
 SpanSink: TypeAlias = Callable[[Sequence[Span], int], None]

@@ -7,6 +7,7 @@ sandbox and, in the router, in a process that can be killed.
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import re
@@ -39,6 +40,11 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Mistral's templates refuse call ids that are not nine letters and digits.
 _SHORT_IDS = re.compile(r"id\s*\|\s*length\s*(?:[!=<>]=|<|>)\s*9\b")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_PROBE = "baton: is this shown?"
+_NOT_RENDERED = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
 
 
 class ChatTemplate:
@@ -88,6 +94,7 @@ class ChatTemplate:
         """Render a conversation up to the beginning of the assistant's answer.
 
         Args:
+            messages: their contents are texts, or lists of parts for messages with images.
             options: additional variables, such as ``enable_thinking``.
 
         Raises InvalidRequestError if the template refuses the messages.
@@ -102,20 +109,36 @@ class ChatTemplate:
         }
         try:
             return self._templates[self._name(bool(tools))].render(variables)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except _NOT_RENDERED as error:
             raise InvalidRequestError("chat", f"the chat template refused it: {error}") from error
+
+    @functools.cached_property
+    def reads_parts_only(self) -> bool:
+        """Whether the template shows lists of parts, but no content that is one text.
+
+        Templates of models with images are often written so. Renders the template twice.
+        """
+        return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+
+    def _shows(self, content: str | list[dict[str, str]]) -> bool:
+        """Return whether the template shows the probe as the content of a message."""
+        variables = {
+            **self._special_tokens,
+            "messages": [{"role": "user", "content": content}],
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            return _PROBE in self._templates[DEFAULT].render(variables)
+        except _NOT_RENDERED:
+            return False
 
     def _as_read(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message in the form that the template expects."""
         plain = _as_templates_read(message)
+        if isinstance(plain.get("content"), str) and self.reads_parts_only:
+            plain["content"] = [{"type": "text", "text": plain["content"]}]
         return with_short_ids(plain) if self._has_short_ids else plain
 
     def _name(self, with_tools: bool) -> str:

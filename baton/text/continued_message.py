@@ -29,13 +29,20 @@ def with_last_marked(
     *before, last = messages
     thought = next((last[name] for name in REASONING_FIELDS if last.get(name)), "")
     if last.get("content") or not thought:
-        yield [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}{_BLANK}"}]
+        yield [*before, {**last, "content": _with_mark(last.get("content") or "")}]
         return
     marked = f"{thought}{_MARK}{_BLANK}"
     yield [*before, {**last, **{name: marked for name in REASONING_FIELDS if name in last}}]
     if thought_tag:  # for templates that drop thoughts
         kept = {name: value for name, value in last.items() if name not in REASONING_FIELDS}
         yield [*before, {**kept, "content": f"{thought_tag}\n{marked}"}]
+
+
+def _with_mark(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Append the mark to a content, which is a text or a list of parts."""
+    if isinstance(content, str):
+        return f"{content}{_MARK}{_BLANK}"
+    return [*content, {"type": "text", "text": f"{_MARK}{_BLANK}"}]
 
 
 def up_to_mark(text: str) -> str | None:

@@ -59,7 +59,13 @@ def with_tools(
         return [{**first, "content": content}, *plain[1:]]
     if in_system_message:
         return [{"role": "system", "content": told}, *plain]
-    return [{**first, "content": f"{told}\n\n{first.get('content') or ''}"}, *plain[1:]]
+    content = first.get("content") or ""
+    if isinstance(content, list):  # parts, because the message has images
+        return [
+            {**first, "content": [{"type": "text", "text": f"{told}\n\n"}, *content]},
+            *plain[1:],
+        ]
+    return [{**first, "content": f"{told}\n\n{content}"}, *plain[1:]]
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters")
+    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters", "encodes_images")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class Register(_message.Message):
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     DECODE_TIMES_FIELD_NUMBER: _ClassVar[int]
     LOADS_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ENCODES_IMAGES_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -82,7 +83,8 @@ class Register(_message.Message):
     step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
     decode_times: _containers.RepeatedCompositeFieldContainer[DecodeTime]
     loads_adapters: bool
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ...) -> None: ...
+    encodes_images: bool
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ..., encodes_images: bool = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_tokens", "seconds")
@@ -264,8 +266,26 @@ class PeerUpdate(_message.Message):
     removed: bool
     def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ...) -> None: ...
 
+class PromptImage(_message.Message):
+    __slots__ = ("first", "num_tokens", "digest", "frames", "rows", "columns", "data")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    num_tokens: int
+    digest: bytes
+    frames: int
+    rows: int
+    columns: int
+    data: bytes
+    def __init__(self, first: _Optional[int] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., frames: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class PrefillCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter")
+    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +299,7 @@ class PrefillCommand(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SOURCE_FIELD_NUMBER: _ClassVar[int]
     PINS_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -292,10 +313,11 @@ class PrefillCommand(_message.Message):
     adapter: str
     adapter_source: str
     pins_adapter: bool
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "prefill_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter")
+    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "prefill_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +331,7 @@ class DecodeCommand(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SOURCE_FIELD_NUMBER: _ClassVar[int]
     PINS_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -322,7 +345,8 @@ class DecodeCommand(_message.Message):
     adapter: str
     adapter_source: str
     pins_adapter: bool
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
     __slots__ = ()

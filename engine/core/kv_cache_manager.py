@@ -1,7 +1,8 @@
 """KVCacheManager: the blocks of each request. Refuses to know: tensors.
 
 A logical block is the KV of ``block_size`` tokens in all groups of layers, hence ``num_groups``
-blocks of the pool; ``Request.block_ids`` lists these (`engine/core/kv_cache_coordinator.py`).
+blocks of the pool; ``Request.block_ids`` lists these (`engine/core/kv_cache_coordinator.py`). The
+null block, which is never written, replaces blocks that slid out of a group's attention window.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class KVCacheManager:
         """Return cached blocks, of all groups, for the longest prefix of ``num_tokens`` tokens."""
         if self._hasher is None:
             return []
-        self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
+        self._extend_hashes(request, self._hasher)
         hashes = request.block_hashes[: num_tokens // self.block_size]
         return self._coordinator.longest_hit(hashes, request.cache_class)
 
@@ -148,10 +149,15 @@ class KVCacheManager:
         first = request.num_cached_blocks
         if num_full <= first:
             return
-        self._hasher.extend(request.block_hashes, request.token_ids, request.extra_keys)
+        self._extend_hashes(request, self._hasher)
         hashes = request.block_hashes
         self._coordinator.cache(request.block_ids, hashes, first, num_full, cache_class=cache_class)
         request.num_cached_blocks = num_full
+
+    def _extend_hashes(self, request: Request, hasher: BlockHasher) -> None:
+        hasher.extend(
+            request.block_hashes, request.token_ids, request.extra_keys, request.image_spans
+        )
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
         """Find the cached prefix of a request's initial tokens, without taking references.

@@ -50,6 +50,9 @@ class EngineMetrics:
         accepted_drafts_total: computed drafts that became part of an output.
         accepted_drafts_by_place: accepted drafts by their place among a request's drafts of one
             step: first, second, and so on.
+        images_encoded_total: images that steps encoded, repeatedly if the encoding was dropped.
+        encoder_cache_hits_total: images of prompts whose encoding was found.
+        encoder_seconds_total: seconds in the encoder of images; a part of the next figure.
         forward_seconds_total: seconds in the model and the sampler.
         step_seconds_total: seconds in whole steps.
         uptime_seconds: seconds since the engine was made.
@@ -85,6 +88,9 @@ class EngineMetrics:
     model_flops_total: float = 0.0
     weight_read_bytes_total: float = 0.0
     kv_read_bytes_total: float = 0.0
+    images_encoded_total: int = 0
+    encoder_cache_hits_total: int = 0
+    encoder_seconds_total: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -129,6 +135,9 @@ class EngineCounters:
     attended_layers: tuple[tuple[int | None, int], ...] = ()
     attended: int = 0
     kv_read: int = 0
+    images_encoded: int = 0
+    encoder_cache_hits: int = 0
+    encoder_s: float = 0.0
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     def note_step(self, num_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -98,8 +98,10 @@ class ModelRunnerOutput:
         draft_token_ids: drafts of the tokens after the sampled ones, by request id, for the next
             step to compute.
         without_numbers: ids of requests with NaN or infinite logits; their tokens mean nothing.
+        failed_images: digests of images that could not be encoded, and why; no encoding is kept.
         started_at, ended_at: when the step was computed, by the monotonic clock.
         drafting_s: seconds spent on making drafts, as part of the step.
+        encoding_s: seconds spent on encoding images, as part of the step.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]]
@@ -107,9 +109,11 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     without_numbers: frozenset[str] = frozenset()
+    failed_images: Mapping[bytes, str] = field(default_factory=dict)
     started_at: float = field(default=0.0, compare=False)
     ended_at: float = field(default=0.0, compare=False)
     drafting_s: float = field(default=0.0, compare=False)
+    encoding_s: float = field(default=0.0, compare=False)
 
 
 class StepResult(msgspec.Struct, frozen=True):

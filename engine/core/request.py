@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.api.images import ImageSpan
 from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash, extra_keys_of
 from engine.core.grammar import GrammarState
+from engine.core.images.prompt_images import PromptImages
 
 
 class RequestStatus(Enum):
@@ -42,6 +44,7 @@ class RequestStatus(Enum):
     WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
     WAITING_FOR_SHARED_KVS = "WAITING_FOR_SHARED_KVS"
     WAITING_FOR_GRAMMAR = "WAITING_FOR_GRAMMAR"
+    WAITING_FOR_PIXELS = "WAITING_FOR_PIXELS"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
     FINISHED_STOPPED = "FINISHED_STOPPED", FinishReason.STOP
@@ -78,6 +81,8 @@ class Request:
         num_cached_blocks: leading blocks that are entered in the prefix cache.
         cache_class: highest class of cached blocks that the request may use (`block_pool.py`); set
             by `Drafts`.
+
+        images: images of the prompt, shared with the siblings; None: the prompt is text.
 
         num_initial_tokens: tokens known at the start: the prompt, and output tokens of earlier
             attempts. A hand-off between nodes moves the KV of these tokens.
@@ -116,12 +121,13 @@ class Request:
     num_planned_blocks: int = 0
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
-    # The adapter, and the prefix cache.
+    # The adapter, the prefix cache, and images.
     adapter: str = ""
     extra_keys: tuple[bytes, ...] = ()
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_cached_blocks: int = 0
     cache_class: int = 0
+    images: PromptImages | None = None
     # Hand-offs and retries.
     num_initial_tokens: int
     epoch: int = 0
@@ -155,6 +161,7 @@ class Request:
         adapter: str = "",
         epoch: int = 0,
         grammar: GrammarState | None = None,
+        images: PromptImages | None = None,
     ) -> Request:
         """Make a request from a user's prompt and parameters.
 
@@ -165,6 +172,7 @@ class Request:
             extra_keys: values that the KV depends on besides tokens and adapter.
             adapter: digest of a loaded adapter; empty: the base model.
             grammar: the grammar's state, if compiled already.
+            images: the prompt's images; None: none.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
         # With a grammar, an end token ends the output even under `ignore_eos`.
@@ -188,8 +196,19 @@ class Request:
             grammar=grammar,
             adapter=adapter,
             extra_keys=(*extra_keys, *extra_keys_of(b"", adapter)),
+            images=images,
             epoch=epoch,
         )
+
+    @property
+    def image_spans(self) -> tuple[ImageSpan, ...]:
+        """Return the tokens of the prompt's images, in order."""
+        return () if self.images is None else self.images.spans
+
+    @property
+    def awaits_pixels(self) -> bool:
+        """Return whether the request has images whose pixel values are not made yet."""
+        return self.images is not None and self.images.awaits_pixels
 
     @property
     def awaits_grammar(self) -> bool:

@@ -17,12 +17,15 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
 from baton.api.outputs import RequestDelta
 from engine.core.drafts import ALL, DraftPolicy, Drafts
 from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bits
+from engine.core.images.image_steps import ImageSteps
+from engine.core.images.prompt_images import PromptImages
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import (
@@ -56,6 +59,8 @@ class Scheduler:
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: see below; None: compute each mask at once.
+        encoder_cache_tokens: tokens of all encodings of images that the workers keep.
+        max_num_encoder_input_tokens: most tokens of the images that one step encodes.
 
     Attributes:
         num_preemptions: preemptions since the start.
@@ -65,6 +70,7 @@ class Scheduler:
         handed_back: requests that were preempted and therefore ended; the reader empties the list.
         drafts: drafts for later steps.
         masks: computes the masks of grammars between steps.
+        images: chooses the images that each step encodes.
         awaits_masks: whether the latest step is empty because the masks of all running requests
             were missing; other threads compute these masks, without waking the engine.
     """
@@ -80,6 +86,8 @@ class Scheduler:
         preemption: str = "recompute",
         drafting: DraftPolicy | None = None,
         masks: MaskMaker | None = None,
+        encoder_cache_tokens: int = 0,
+        max_num_encoder_input_tokens: int = 0,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
@@ -97,7 +105,7 @@ class Scheduler:
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom()
         in_steps = drafting is not None and drafting.in_steps
-        self._planner = StepPlanner(max_num_requests, tells_behind=in_steps)
+        self._planner = StepPlanner(max_num_requests, has_next_tokens=in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
         self.drafts = Drafts(
             kv_cache_manager,
@@ -106,6 +114,7 @@ class Scheduler:
             policy=drafting,
         )
         self.masks = masks or MasksAtOnce()
+        self.images = ImageSteps(encoder_cache_tokens, max_num_encoder_input_tokens, self.counters)
         self._num_steps_in_flight = 0
         self._num_adapted = 0  # open requests with an adapter
 
@@ -189,6 +198,34 @@ class Scheduler:
         if not self._accept(grammar, request.output_token_ids[grammar.num_accepted :]):
             self._fail_by_grammar(request)
 
+    def set_pixels(self, images: PromptImages, error: BatonError | None = None) -> None:
+        """Let the requests that wait for pixel values go on, or end them with an error."""
+        for request in list(self.requests.values()):
+            if request.images is not images:
+                continue
+            if error is not None:
+                self._fail(request, error)
+            elif request.status is RequestStatus.WAITING_FOR_PIXELS:
+                self._room.queue(request)
+
+    def fail_images(self, failed: Mapping[bytes, str]) -> None:
+        """End the requests that need images that could not be encoded.
+
+        Call this before `update`, which then keeps nothing of their step.
+
+        Args:
+            failed: digests, and why.
+        """
+        for digest, problem in failed.items():
+            self.images.note_failed(digest)
+            for request in list(self.requests.values()):
+                if request.images is None or not request.images.users:
+                    continue
+                for index, span in enumerate(request.images.spans):
+                    if span.digest == digest and request.num_computed_tokens < span.end:
+                        self._fail(request, InvalidRequestError(f"images[{index}]", problem))
+                        break
+
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
 
@@ -258,6 +295,7 @@ class Scheduler:
             self.drafts.plan_step(self.num_competing, self._running)
         if not self._num_steps_in_flight:
             self.masks.wait()
+        self.images.begin_step()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
         num_allowed = ALL
         if is_mixed:
@@ -303,6 +341,8 @@ class Scheduler:
     ) -> tuple[StepPlan, StepHooks]:
         """Return a worker's plan of a step, and its hooks; call right before `begin_step`."""
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
+        if self.images.is_active:
+            plan = replace(plan, images=self.images.plan(scheduled.scheduled))
         if not plan.constrained:
             return plan, StepHooks(after_layer)
         drafts = {item.request.request_id: item.draft_token_ids for item in scheduled.scheduled}
@@ -400,6 +440,7 @@ class Scheduler:
         """Assert the invariants; for tests and debug runs."""
         self.kv_cache_manager.block_pool.check()
         self._room.check(self.requests.values())
+        self.images.check(self.requests.values())
         assert self._running == sorted(self._running, key=lambda r: r.rank)
         assert not any(request.awaits_grammar for request in self._running)
         for request in self.requests.values():
@@ -481,12 +522,14 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.started_at = request.started_at or time.monotonic()
         bisect.insort(self._running, request, key=lambda r: r.rank)
-        if not self._may_run(request, num_tokens):
+        if num_tokens <= 0 or not self._may_run(request, num_tokens):
             return 0
         return self._add(request, num_tokens, scheduled)
 
     def _add(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> int:
         """Add a request to the step; return its number of tokens."""
+        if request.images is not None:
+            self.images.add(request, num_tokens)
         scheduled.append(ScheduledRequest(request, num_tokens))
         if num_tokens > 1:
             self._num_prefill_tokens_left -= num_tokens
@@ -498,6 +541,8 @@ class Scheduler:
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
         self._num_adapted += bool(request.adapter)
+        if request.images is not None:
+            self.images.register(request)
         self._room.give_rank(request)
         if request.grammar is not None and not request.grammar.has_mask:
             self.masks.begin_mask(request.grammar)
@@ -543,10 +588,14 @@ class Scheduler:
                 return 0
             if request.request_id in self.drafts.kept:  # its drafts are out of date
                 return 0
-        if missing == 1:
+        if missing == 1 and request.images is None:
             return 1
-        left = self._num_prefill_tokens_left
+        left = self._num_prefill_tokens_left if missing > 1 else 1
         size = min(missing, budget, self._long_prefill_token_threshold, left)
+        if request.images is not None:
+            size = self.images.limit(request, size)
+            if missing == 1:
+                return size
         if size == 1:  # `_add` does not count single tokens, as most are decodes
             self._num_prefill_tokens_left -= 1
         return size
@@ -568,13 +617,15 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        if self._hands_back:
+        if self._hands_back or (request.images is not None and not request.images.files):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
             self.handed_back.append(request)
             return
         self.kv_cache_manager.free(request)
         self._leave_batch(request)
         request.num_computed_tokens = 0
+        if request.images is not None:
+            self.images.start_again(request)
         self._room.put_back(request)
 
     def _note_prompt_computed(
@@ -591,6 +642,8 @@ class Scheduler:
         num_prompt_tokens = min(prompt_left, num_tokens)
         request.num_prompt_tokens_computed += num_prompt_tokens
         self.counters.prompt_tokens_computed += num_prompt_tokens
+        if request.images is not None:
+            self.images.note_computed(request)
         if num_tokens >= prompt_left:
             for sibling in request.take_siblings():
                 self.kv_cache_manager.share_prompt(request, sibling)
@@ -605,10 +658,14 @@ class Scheduler:
         self._leave_batch(request)
         self._free_when_idle(request)
         self._num_adapted -= bool(request.adapter)
+        if request.images is not None:
+            self.images.unregister(request)
         del self.requests[request.request_id]
 
     def _leave_batch(self, request: Request) -> None:
         self._planner.leave(request)
+        if request.images is not None:
+            self.images.leave_batch(request)
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:

@@ -1,6 +1,6 @@
 """StepPlan: a step as a worker gets it, in plain values that can go to another process.
 
-The worker keeps a row for each running request, and a plan tells the changes of these rows:
+The worker keeps a row for each running request, and a plan lists the changes of these rows:
 
     core     Request --- row 3 ---+            worker    row 3: parameters, block table, last token
                                   |
@@ -18,8 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.api.images import ImageSpan
 from baton.api.sampling_params import SamplingParams
 from engine.core.drafts import is_drafted_for
+from engine.core.images.image_plan import StepImages
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 
@@ -35,6 +37,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
             later are appended.
         is_drafted_for: see `engine.core.drafts.is_drafted_for`.
         adapter: digest of the adapter that computes the request; empty: the base model.
+        images: the prompt's images, from which positions on three axes follow.
     """
 
     row: int
@@ -46,6 +49,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int]
     is_drafted_for: bool = False
     adapter: str = ""
+    images: tuple[ImageSpan, ...] = ()
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -72,8 +76,9 @@ class StepPlan:
         constrained: ids of requests that sample by a grammar, or whose thought must end
             (`StepHooks.allowed_bits`).
         num_drafts: number of drafts to make after each request's last sampled token.
-        behind: each request's token after the computed ones, for the drafter; `UNKNOWN_TOKEN` if
-            this step samples the token. Empty without a drafter.
+        next_token_ids: for the drafter, each request's token after the computed ones;
+            `UNKNOWN_TOKEN` if this step samples the token. Empty without a drafter.
+        images: what the step does with images; None: nothing.
     """
 
     new_rows: tuple[NewRow, ...]
@@ -82,7 +87,8 @@ class StepPlan:
     token_ids: list[int]
     constrained: tuple[str, ...] = ()
     num_drafts: int = 0
-    behind: tuple[int, ...] = ()
+    next_token_ids: tuple[int, ...] = ()
+    images: StepImages | None = None
 
     @property
     def num_requests(self) -> int:
@@ -109,12 +115,12 @@ class StepPlanner:
 
     Args:
         max_num_requests: number of rows.
-        tells_behind: whether plans have `StepPlan.behind`.
+        has_next_tokens: whether plans have `StepPlan.next_token_ids`.
     """
 
-    def __init__(self, max_num_requests: int, *, tells_behind: bool = False) -> None:
+    def __init__(self, max_num_requests: int, *, has_next_tokens: bool = False) -> None:
         self._free_rows = list(range(max_num_requests))
-        self._tells_behind = tells_behind
+        self._has_next_tokens = has_next_tokens
 
     def plan(self, scheduled: Sequence[ScheduledRequest], num_drafts: int = 0) -> StepPlan:
         """Make a step's plan; call once the previous step has been planned and begun.
@@ -158,7 +164,7 @@ class StepPlanner:
             token_ids,
             tuple(constrained),
             num_drafts,
-            tuple(map(_behind, scheduled)) if self._tells_behind else (),
+            tuple(map(_next_token_id, scheduled)) if self._has_next_tokens else (),
         )
 
     def leave(self, request: Request) -> None:
@@ -168,7 +174,7 @@ class StepPlanner:
             request.row, request.num_planned_blocks = -1, 0
 
 
-def _behind(item: ScheduledRequest) -> int:
+def _next_token_id(item: ScheduledRequest) -> int:
     request = item.request
     start = request.num_computed_tokens + request.num_tokens_in_flight
     end, known = start + item.num_scheduled_tokens, request.token_ids
@@ -188,4 +194,5 @@ def _new_row(request: Request) -> NewRow:
         request.token_ids.copy() if looks_back else [],
         is_drafted_for(request),
         request.adapter,
+        request.image_spans,
     )

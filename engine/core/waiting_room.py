@@ -6,6 +6,7 @@
                  WAITING_FOR_REMOTE_KVS    a remote node writes their prompt's KV
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
                  WAITING_FOR_GRAMMAR       their grammar is being compiled
+                 WAITING_FOR_PIXELS        their images are being decoded
 
 Refuses to know: steps, budgets, blocks.
 """
@@ -22,6 +23,7 @@ PARKED = (
     RequestStatus.WAITING_FOR_REMOTE_KVS,
     RequestStatus.WAITING_FOR_SHARED_KVS,
     RequestStatus.WAITING_FOR_GRAMMAR,
+    RequestStatus.WAITING_FOR_PIXELS,
 )
 
 
@@ -101,9 +103,12 @@ class WaitingRoom:
         request.status = status
 
     def queue(self, request: Request) -> None:
-        """Put a request in line, or park it if its grammar is not compiled yet."""
+        """Put a request in line, or park it if its grammar or its images are not ready."""
         if request.awaits_grammar:
             self.park(request, RequestStatus.WAITING_FOR_GRAMMAR)
+            return
+        if request.awaits_pixels:
+            self.park(request, RequestStatus.WAITING_FOR_PIXELS)
             return
         self._count_remote(request, RequestStatus.WAITING)
         request.status = RequestStatus.WAITING
@@ -115,8 +120,11 @@ class WaitingRoom:
             self.num_without_blocks += 1
 
     def put_back(self, request: Request) -> None:
-        """Put a preempted request, which has lost its blocks, back in line."""
+        """Put a preempted request, which has lost its blocks, back in line, or park it."""
         assert not request.block_ids
+        if request.awaits_pixels:
+            self.park(request, RequestStatus.WAITING_FOR_PIXELS)
+            return
         request.status = RequestStatus.PREEMPTED
         self._waiting.put_back(request)
         self.num_without_blocks += 1
@@ -183,6 +191,7 @@ class WaitingRoom:
             if request.status in IN_LINE:
                 in_line.append(request)
                 assert not request.awaits_grammar
+                assert not request.awaits_pixels
             if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
                 assert request.awaits_grammar
         num_arrived = sum(bool(request.block_ids) for request in in_line)

@@ -133,7 +133,9 @@ class LaunchedStep:
             output.prompt_logprobs,
             output.draft_token_ids,
             without_numbers,
+            output.failed_images,
             drafting_s=output.drafting_s,
+            encoding_s=output.encoding_s,
             started_at=self.started_at,
             ended_at=self.ended_at or time.monotonic(),
         )

@@ -25,7 +25,7 @@ from baton_kernels.attention.base import AttentionBackend
 from engine.sampling.device_sampling import sample_on_device
 from engine.worker.device_choice import BackendNames
 from engine.worker.graph_inputs import GraphInputs
-from engine.worker.inputs.prepared_step import StagedStep
+from engine.worker.inputs.prepared_step import ReplayStep
 from models.base import CausalLM, ForwardContext, LayerCache
 
 # Runs a step's body at least once; returns a function that repeats the step.
@@ -175,7 +175,7 @@ class StepGraphs:
         """Capture a size; call with larger sizes first."""
         self._replays[size] = self._capture(self._body(size))
 
-    def replay(self, staged: StagedStep) -> tuple[Tensor, Tensor]:
+    def replay(self, staged: ReplayStep) -> tuple[Tensor, Tensor]:
         """Launch a step.
 
         Returns:
@@ -187,7 +187,7 @@ class StepGraphs:
         self._replays[staged.size]()
         return self._hidden[: staged.num_requests], self._token_ids[: staged.num_requests]
 
-    def correct(self, staged: StagedStep, token_ids: Tensor) -> None:
+    def correct(self, staged: ReplayStep, token_ids: Tensor) -> None:
         """Replace the tokens that the latest replay sampled by tokens from the host.
 
         Args:

@@ -42,7 +42,8 @@ class Forward:
             after_layer: called after each layer; None: no caller needs single layers.
         """
         context, chunks = self.context, self.chunk_graphs.graphs
-        if chunks is not None and chunks.takes(inputs):
+        on_axes = inputs.positions.dim() > 1
+        if chunks is not None and not inputs.images and not on_axes and chunks.takes(inputs):
             return chunks.replay(inputs, after_layer)
         forward_context = ForwardContext(
             positions=inputs.positions,
@@ -51,6 +52,7 @@ class Forward:
             layer_caches=context.layer_caches,
             after_layer=after_layer,
             adapters=inputs.adapters,
+            images=inputs.images,
         )
         return context.model.forward(inputs.input_ids, forward_context)
 

@@ -122,7 +122,7 @@ def make_captured_runner(
     kv_cache: torch.Tensor,
     max_model_len: int,
     *,
-    tells_tokens: bool = False,
+    sends_tokens: bool = False,
     drafting: Drafting | None = None,
     rejects: bool = False,
 ) -> ModelRunner:
@@ -134,7 +134,7 @@ def make_captured_runner(
         *(loaded, kv_cache, max_model_len),
         with_graphs=reason_against is None,
         with_chunks=against_chunks is None,
-        tells_tokens=tells_tokens,
+        sends_tokens=sends_tokens,
         drafting=drafting,
         rejects=rejects,
     )

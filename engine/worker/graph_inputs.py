@@ -25,7 +25,7 @@ from baton_kernels.attention.base import AttentionMetadata
 from engine.sampling.device_sampling import PARAMETER_TYPES
 from engine.sampling.sampling_input import SamplingInput
 from engine.worker.block_table import BlockTable
-from engine.worker.inputs.prepared_step import StagedStep
+from engine.worker.inputs.prepared_step import ReplayStep
 
 _ALIGNMENT = 16  # bytes, for vector loads
 _NO_SLOT = -1
@@ -132,7 +132,8 @@ class GraphInputs:
         block_tables: Sequence[BlockTable],
         kernel_parameters: Mapping[str, npt.NDArray[np.generic]],
         sampling: SamplingInput,
-    ) -> StagedStep:
+        deltas: Ints | None = None,
+    ) -> ReplayStep:
         """Write a step into the staging buffer (of two) that the previous step does not use.
 
         Args:
@@ -142,6 +143,8 @@ class GraphInputs:
             block_tables: one per KV cache group.
             kernel_parameters: all arrays that `PARAMETER_TYPES` names except keys, with one value
                 per row of the input batch.
+            deltas: `[num_requests]`, positions for rotation, less ``positions``; None: they are
+                equal.
         """
         self._staging = 1 - self._staging
         arrays = self._arrays[self._staging]
@@ -158,7 +161,7 @@ class GraphInputs:
         on_host = self._counted[:num_requests] + self._num_rows
         write("token_ids", np.maximum(token_ids, 0), 0)
         write("token_index", np.where(token_ids < 0, rows, on_host), self._spare_row)
-        write("positions", positions, 0)
+        write("positions", positions if deltas is None else positions + deltas, 0)
         write("rows", rows, self._spare_row)
         write("seq_lens", positions + 1, 0)
         starts = arrays["query_start_loc"]
@@ -175,11 +178,11 @@ class GraphInputs:
             slots[num_requests:size] = _NO_SLOT
             start = group * num_requests * num_blocks
             block_table.gather(rows, num_blocks, out=tables[start:])
-        return StagedStep(sampling, self._staging, num_requests, size, num_blocks)
+        return ReplayStep(sampling, self._staging, num_requests, size, num_blocks)
 
     # ------------------------------------------------------------------ on the device
 
-    def upload(self, staged: StagedStep) -> None:
+    def upload(self, staged: ReplayStep) -> None:
         """Launch the copies of a staged step into the inputs of the next replay."""
         host, num_groups = self._host[staged.staging], len(self.block_tables)
         entries = staged.num_requests * staged.num_blocks

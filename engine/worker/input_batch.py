@@ -15,11 +15,12 @@ from engine.worker.block_table import BlockTable
 from engine.worker.drafting.base import DraftingStep
 from engine.worker.graph_inputs import GraphInputs
 from engine.worker.inputs.drafter_columns import drafting_step
-from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, StagedStep
+from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, ReplayStep
 from engine.worker.inputs.request_rows import RequestRows
 from engine.worker.inputs.state_segments import cut_segments, state_metadata
 from engine.worker.inputs.step_buffers import KeptDecodes, StepBuffers
 from engine.worker.inputs.step_columns import Ints, StepColumns
+from engine.worker.inputs.three_axes import RotaryPositions
 
 
 class InputBatch:
@@ -41,6 +42,7 @@ class InputBatch:
         block_size: tokens per block.
         device: where the model runs.
         graph_inputs: stages steps for replays; None: nothing is captured.
+        has_three_axes: whether the model rotates images' tokens by positions on three axes.
 
     Attributes:
         device: where the model runs.
@@ -61,6 +63,7 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         graph_inputs: GraphInputs | None = None,
+        has_three_axes: bool = False,
     ) -> None:
         self.device = device
         self._block_size, self._state_groups = block_size, frozenset(state_groups)
@@ -102,13 +105,15 @@ class InputBatch:
             if window is not None
         ]
         self._rows = RequestRows(max_num_requests, is_staged=graph_inputs is not None)
+        self._rotary = RotaryPositions(max_num_requests)
+        self._has_three_axes = has_three_axes
 
     def fill(self, plan: StepPlan) -> PreparedStep:
         """Write a step into the buffers; return views of the buffers on the device."""
         self._read(plan)
         return self._fill_again(plan) or self._fill(StepColumns(plan, self._max_decode_rows))
 
-    def fill_or_stage(self, plan: StepPlan) -> PreparedStep | StagedStep:
+    def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
         """Stage a step for a replay if possible; otherwise, call `fill`."""
         self._read(plan)
         columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
@@ -121,6 +126,7 @@ class InputBatch:
             self._block_tables,
             self._rows.kernel_parameters,
             self._rows.sampling_input(columns),
+            self._rotary.deltas[columns.rows] if self._rotary.is_active else None,
         )
 
     def drafting_step(self, plan: StepPlan) -> DraftingStep:
@@ -152,7 +158,8 @@ class InputBatch:
         self._spare, self._buffers = self._buffers, buffers
         num, model = len(rows), kept.step.model
         buffers.input_ids.array[:num] = token_ids
-        buffers.positions.array[:num] = starts
+        rotated = self._rotary.deltas[rows] + starts if self._rotary.is_active else starts
+        buffers.positions.array[:num] = rotated
         buffers.seq_lens.array[:num] = num_known
         seq_lens = tuple(num_known.tolist())
         kept.step = PreparedStep(
@@ -221,11 +228,12 @@ class InputBatch:
             last_token_rows -= columns.num_behind
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
+        groups = self._groups(columns, token_rows, positions)  # reads positions in the sequence
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
-            positions=self._to_device(buffers.positions.tensor[:num_tokens]),
+            positions=self._rotary_positions(token_rows, positions),
             last_token_rows=self._to_device(buffers.last_token_rows.tensor[: len(sampling)]),
-            groups=self._groups(columns, token_rows, positions),
+            groups=groups,
             adapters=self._rows.adapter_spans(columns),
         )
         step = PreparedStep(
@@ -236,14 +244,28 @@ class InputBatch:
                 for index in asks.nonzero()[0].tolist()
             ),
             self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
-            self._unknown(columns.token_ids, token_rows),
+            self._pending_tokens(columns.token_ids, token_rows),
         )
         self._keep(columns, step)
         return step
 
+    def _rotary_positions(self, token_rows: Ints, positions: Ints) -> Tensor:
+        """Return the positions for rotation, on the device; see `ModelInput`.
+
+        The positions in the buffer are replaced, once nothing else reads them.
+        """
+        num_tokens = len(positions)
+        if self._rotary.is_active:
+            rotated = self._rotary.rotate(token_rows, positions)
+            if rotated.ndim > 1:
+                return self._to_device(torch.from_numpy(rotated))
+            positions[:] = rotated
+        return self._to_device(self._buffers.positions.tensor[:num_tokens])
+
     def _keep(self, columns: StepColumns, step: PreparedStep) -> None:
         """Keep a step for `_fill_again`, if a later step can reuse its buffers."""
         is_simple = not (self._on_gpu or self._state_groups or step.prompt_rows)
+        is_simple = is_simple and step.model.positions.dim() == 1
         if is_simple and columns.is_decode and columns.num_behind is None:
             num_changes = [block_table.num_changes for block_table in self._block_tables]
             self._buffers.decodes = KeptDecodes(
@@ -252,11 +274,12 @@ class InputBatch:
         else:
             self._buffers.decodes = None
 
-    def _unknown(self, token_ids: Ints, token_rows: Ints) -> tuple[Tensor, Tensor] | None:
+    def _pending_tokens(self, token_ids: Ints, token_rows: Ints) -> tuple[Tensor, Tensor] | None:
+        """Return `PreparedStep.pending_tokens`."""
         places = (token_ids < 0).nonzero()[0]
         if not len(places):
             return None
-        buffer = self._buffers.unknown
+        buffer = self._buffers.pending_tokens
         pair = buffer.array[: 2 * len(places)].reshape(2, -1)
         pair[0], pair[1] = places, token_rows[places]
         on_device = self._to_device(buffer.tensor[: 2 * len(places)]).view(2, -1)
@@ -305,6 +328,8 @@ class InputBatch:
         """Write a plan's changes into the rows."""
         for new in plan.new_rows:
             self._rows.place(new)
+            if self._has_three_axes:
+                self._rotary.place(new)
             for block_table in self._block_tables:
                 block_table.clear(new.row)
         for added in plan.new_blocks:

@@ -53,7 +53,7 @@ def make_model_runner(
     with_graphs: bool = False,
     with_chunks: bool = False,
     samples_on_device: bool | None = None,
-    tells_tokens: bool = False,
+    sends_tokens: bool = False,
     drafting: Drafting | None = None,
     rejects: bool = False,
 ) -> ModelRunner:
@@ -110,7 +110,7 @@ def make_model_runner(
         ),
         StepSampler(samples_on_device, rejects),
         ranks=loaded.ranks,
-        tells_tokens=tells_tokens,
+        sends_tokens=sends_tokens,
         drafting=drafting,
     )
 

@@ -10,17 +10,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.core.images.image_plan import StepImages
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
-from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, StagedStep
+from engine.worker.inputs.encodings import Encodings
+from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, ReplayStep
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
-AnyPreparedStep = PreparedStep | StagedStep
+AnyPreparedStep = PreparedStep | ReplayStep
 
 
 class ModelRunner:
@@ -38,12 +40,13 @@ class ModelRunner:
         input_batch: persistent input buffers on the model's device.
         sampler: draws tokens.
         ranks: the ranks that share the model; the leader samples for all.
-        tells_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
+        sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
         drafting: makes drafts after each step, once its tokens are known; None: no drafts.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
+        encodings: encodings of images.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class ModelRunner:
         sampler: StepSampler,
         *,
         ranks: Ranks = ALONE,
-        tells_tokens: bool = False,
+        sends_tokens: bool = False,
         drafting: Drafting | None = None,
     ) -> None:
         self._forward, self._context = forward, forward.context
@@ -63,9 +66,10 @@ class ModelRunner:
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
-        self._tells_tokens = tells_tokens and ranks.everyone.size > 1
-        self._untold: Tensor | None = None  # rows whose tokens the leader has yet to send
+        self._sends_tokens = sends_tokens and ranks.everyone.size > 1
+        self._rows_to_receive: Tensor | None = None  # rows whose tokens are still at the leader
         self._device = device = input_batch.device
+        self.encodings = Encodings(self._model, device)
         self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -84,8 +88,11 @@ class ModelRunner:
             eager: whether the step will be launched with a callback, and so cannot be replayed.
         """
         batch = self._input_batch
-        prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
-        prepared = prepare(plan)
+        eager = eager or plan.images is not None or self.decode_graphs.graphs is None
+        prepared = batch.fill(plan) if eager else batch.fill_or_stage(plan)
+        if plan.images is not None:
+            assert isinstance(prepared, PreparedStep)
+            prepared = replace(prepared, images=plan.images)
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
         return prepared
@@ -94,71 +101,85 @@ class ModelRunner:
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
         """Launch a prepared step; on a CPU, also wait until it is computed."""
         started_at = time.monotonic()
-        if isinstance(prepared, StagedStep):
+        if isinstance(prepared, ReplayStep):
             graphs = self.decode_graphs.graphs
             assert graphs is not None
             assert hooks.after_layer is None, "the step was prepared for a replay"
             hidden, token_ids = graphs.replay(prepared)
             if not self._sampler.needs_host(prepared.sampling):
-                launched = self._launched(prepared, token_ids, {}, started_at)
-                return self._drafted(launched, hidden, hooks)
+                launched = self._launched_step(prepared, token_ids, {}, started_at)
+                return self._add_drafts(launched, hidden, hooks)
             # Compute all logits again, which is rare: keeping them would take memory in every step.
             logits = self._model.compute_logits(hidden)
-            launched, token_ids = self._sampled_on_host(prepared, logits, {}, hooks, started_at)
+            launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
             graphs.correct(prepared, token_ids)
-            return self._drafted(launched, hidden, hooks)
+            return self._add_drafts(launched, hidden, hooks)
+        if prepared.images is not None:
+            return self._launch_with_images(prepared, prepared.images, hooks, started_at)
         return self._launch_eagerly(prepared, hooks, started_at)
+
+    def _launch_with_images(
+        self, prepared: PreparedStep, images: StepImages, hooks: StepHooks, started_at: float
+    ) -> LaunchedStep:
+        """Encode a step's new images, then launch the step, which reads encodings."""
+        read = self.encodings.read(images)
+        prepared = replace(prepared, model=replace(prepared.model, images=read.rows))
+        launched = self._launch_eagerly(prepared, hooks, started_at)
+        launched.output = replace(
+            launched.output, failed_images=read.failed, encoding_s=read.seconds
+        )
+        return launched
 
     def _launch_eagerly(
         self, prepared: PreparedStep, hooks: StepHooks, started_at: float
     ) -> LaunchedStep:
         inputs = prepared.model
         last_tokens = self._input_batch.last_tokens
-        if prepared.unknown is not None:
-            self._hear_tokens()
-            places, rows = prepared.unknown
+        if prepared.pending_tokens is not None:
+            self._receive_tokens()
+            places, rows = prepared.pending_tokens
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
         hidden_states = self._forward.run(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
         sampling = prepared.sampling
-        if not self._ranks.leads and sampling.request_ids and self._tells_tokens:
-            self._hear_tokens()
-            self._untold = prepared.sampling_rows
+        if not self._ranks.leads and sampling.request_ids and self._sends_tokens:
+            self._receive_tokens()
+            self._rows_to_receive = prepared.sampling_rows
         if not self._ranks.is_last_stage:
-            return self._launched(prepared, None, {}, started_at)
+            return self._launched_step(prepared, None, {}, started_at)
         prompt_logprobs = self._sampler.prompt_logprobs(
             functools.partial(self._logits_of, hidden_states, inputs), prepared.prompt_rows
         )
         if not sampling.request_ids:
-            launched = self._launched(prepared, None, prompt_logprobs, started_at)
-            return self._drafted(launched, hidden_states, hooks)
+            launched = self._launched_step(prepared, None, prompt_logprobs, started_at)
+            return self._add_drafts(launched, hidden_states, hooks)
         last, spans = hidden_states, inputs.adapters
         if prepared.has_prompts:
             last = hidden_states[inputs.last_token_rows]
             spans = inputs.adapters_of(inputs.last_token_rows.tolist()) if spans else ()
         logits = self._model.compute_logits(last, spans)
         if not self._ranks.leads:
-            return self._launched(prepared, None, prompt_logprobs, started_at)
+            return self._launched_step(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
-            launched = self._launched(prepared, token_ids, prompt_logprobs, started_at)
+            launched = self._launched_step(prepared, token_ids, prompt_logprobs, started_at)
             token_ids = token_ids.clamp(min=0)  # valid ids, as the next step embeds them
         else:
-            launched, token_ids = self._sampled_on_host(
+            launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at
             )
-        if self._tells_tokens:
+        if self._sends_tokens:
             for rank in range(self._ranks.everyone.size):
                 if rank != self._ranks.leader:
                     self._ranks.everyone.send(token_ids, rank)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
-        return self._drafted(launched, hidden_states, hooks)
+        return self._add_drafts(launched, hidden_states, hooks)
 
     def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
         """Return the logits of some of the step's tokens, `[n, vocab_size]`."""
         return self._model.compute_logits(hidden[rows.start : rows.stop], inputs.adapters_of(rows))
 
-    def _drafted(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
-        """Make drafts after a launched step, waiting for the step; do nothing without a drafter.
+    def _add_drafts(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
+        """Wait for a launched step and add drafts; without a drafter, return the step unchanged.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, the step's hidden states.
@@ -181,22 +202,22 @@ class ModelRunner:
         output = replace(output, draft_token_ids=drafts, drafting_s=ended_at - started_at)
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
 
-    def _hear_tokens(self) -> None:
-        """Receive the tokens that the leader sampled last, unless already received."""
-        rows, self._untold = self._untold, None
+    def _receive_tokens(self) -> None:
+        """Receive the tokens that the leader sampled last, unless they are here already."""
+        rows, self._rows_to_receive = self._rows_to_receive, None
         if rows is not None:
-            told = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-            self._ranks.everyone.receive(told, self._ranks.leader)
-            self._input_batch.last_tokens.index_copy_(0, rows, told)
+            token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+            self._ranks.everyone.receive(token_ids, self._ranks.leader)
+            self._input_batch.last_tokens.index_copy_(0, rows, token_ids)
 
-    def _launched(
+    def _launched_step(
         self,
         prepared: AnyPreparedStep,
         token_ids: Tensor | None,
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """Return a launched step, and queue a copy of its sampled tokens to the host."""
+        """Queue the copy of the sampled tokens to the host; return the launched step."""
         on_host = None
         if token_ids is not None:
             self._sampled, self._spare = self._spare, self._sampled
@@ -210,7 +231,7 @@ class ModelRunner:
         output = ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
         return LaunchedStep(prepared.sampling, output, on_host, done, started_at, ended_at)
 
-    def _sampled_on_host(
+    def _sample_on_host(
         self,
         prepared: AnyPreparedStep,
         logits: Tensor,
@@ -221,12 +242,12 @@ class ModelRunner:
         """Sample on the host; return the finished step, and the tokens on the device."""
         sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
-            logits, sampling, hooks, prompt_logprobs, self._proposed
+            logits, sampling, hooks, prompt_logprobs, self._draft_distributions
         )
         launched = LaunchedStep(sampling, output, None, None, started_at, time.monotonic())
         return launched, torch.tensor(token_ids, dtype=torch.int64, device=self._device)
 
-    def _proposed(self) -> Proposed | None:
+    def _draft_distributions(self) -> Proposed | None:
         """Return, by row, the distributions that this step's drafts were drawn from."""
         if self._drafting is None:
             return None

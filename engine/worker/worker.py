@@ -171,7 +171,7 @@ class Worker:
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
             *(loaded, memory.tensor, self.max_model_len),
-            tells_tokens=self.runs_ahead,
+            sends_tokens=self.runs_ahead,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
             ),

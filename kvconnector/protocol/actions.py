@@ -78,8 +78,8 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class NotRead:
-    """Messages could not be read; the next round tries again."""
+class ReadFailed:
+    """The transport's messages could not be read in this round; the next round tries again."""
 
 
 # ------------------------------------------------------------------ in: results of actions
@@ -96,7 +96,7 @@ class ConnectEnded:
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """A message with ``tells`` was sent; or, with a problem, any message was not sent."""
+    """A message was sent whose `Send` has ``wants_result``; with a problem, none was sent."""
 
     action: Send
     problem: str = ""
@@ -153,6 +153,11 @@ class Forbidden:
     action: Forbid
 
 
+@dataclass(frozen=True, slots=True)
+class PauseEnded:
+    """All actions before a `Pause`, and their results, are handled; decide what comes next."""
+
+
 # ------------------------------------------------------------------ out
 
 
@@ -179,12 +184,12 @@ class Send:
     """Send a message.
 
     Attributes:
-        tells: whether `SendEnded` follows a success; it always follows a failure.
+        wants_result: whether `SendEnded` follows a success; it always follows a failure.
     """
 
     engine_id: str
     message: Message
-    tells: bool = False
+    wants_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +209,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Return this to the machine after all earlier actions; the machine then decides again."""
+    """Carry out all earlier actions, then give the machine `PauseEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +249,18 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Forbid a peer's writes; with ``tells``, `Forbidden` follows once no write can land."""
+    """Forbid a peer's writes; if ``wants_result``, `Forbidden` follows once none can land."""
 
     engine_id: str
     key: TransferKey
-    tells: bool = False
+    wants_result: bool = False
 
 
 Wish = Meet | Leave | Begin | Push | Abort | KVReservation | Drop | Drain
-Result = ConnectEnded | SendEnded | Posted | WriteEnded | ProbePosted | SlotRead | Forbidden | Pause
-Input = Wish | Message | Result | NotRead
+Result = (
+    ConnectEnded | SendEnded | Posted | WriteEnded | ProbePosted | SlotRead | Forbidden | PauseEnded
+)
+Input = Wish | Message | Result | ReadFailed
 
 Action = (
     Connect

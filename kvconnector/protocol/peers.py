@@ -35,7 +35,7 @@ LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # time after which a new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
-# reads and seconds after which nothing of a dead peer can arrive; see `Drains`
+# Rounds of reading, and seconds, after which nothing of a dead peer can arrive; see `DeadPeers`.
 DRAIN_READS, DRAIN_S = 10, 0.5
 
 
@@ -323,16 +323,16 @@ class Peers:
 
     # ------------------------------------------------------------------ messages
 
-    def send(self, engine_id: str, message: Message, *, tells: bool = False) -> bool:
+    def send(self, engine_id: str, message: Message, *, wants_result: bool = False) -> bool:
         """Send a message; return False, and report the peer once, if it cannot be reached.
 
         Args:
-            tells: whether `SendEnded` follows a success.
+            wants_result: whether `SendEnded` follows a success; it always follows a failure.
         """
         peer = self._peers.get(engine_id)
         if peer is None:
             return False
-        action = Send(engine_id, message, tells)
+        action = Send(engine_id, message, wants_result)
         if peer.is_broken:
             return self._send_anew(peer, action)
         self._turn.ask(action)
@@ -381,12 +381,12 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drain:
+class _DeadPeer:
     since: float
-    num_reads: int
+    num_read_rounds: int
 
 
-class Drains:
+class DeadPeers:
     """Dead peers of one receiver whose last bytes may still be in our sockets.
 
     On TCP, the transport reads bytes from a socket on our own thread, and writes them to our
@@ -400,19 +400,19 @@ class Drains:
     """
 
     def __init__(self) -> None:
-        self._drains: dict[str, _Drain] = {}
+        self._dead_peers: dict[str, _DeadPeer] = {}
 
-    def add_dead_peer(self, engine_id: str, now: float, num_reads: int) -> None:
-        """Add a dead peer; its death was noticed after ``num_reads`` reads of the transport."""
-        self._drains.setdefault(engine_id, _Drain(now, num_reads))
+    def add_dead_peer(self, engine_id: str, now: float, num_read_rounds: int) -> None:
+        """Add a peer whose death was noticed now, after ``num_read_rounds`` rounds of reading."""
+        self._dead_peers.setdefault(engine_id, _DeadPeer(now, num_read_rounds))
 
-    def take_done(self, now: float, num_reads: int) -> list[str]:
-        """Remove and return the peers from which nothing can arrive any more."""
+    def take_drained(self, now: float, num_read_rounds: int) -> list[str]:
+        """Remove and return the peers whose last bytes have certainly been read."""
         done = [
             engine_id
-            for engine_id, drain in self._drains.items()
-            if num_reads - drain.num_reads >= DRAIN_READS and now - drain.since >= DRAIN_S
+            for engine_id, dead in self._dead_peers.items()
+            if num_read_rounds - dead.num_read_rounds >= DRAIN_READS and now - dead.since >= DRAIN_S
         ]
         for engine_id in done:
-            del self._drains[engine_id]
+            del self._dead_peers[engine_id]
         return done

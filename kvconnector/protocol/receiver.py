@@ -29,7 +29,7 @@ from kvconnector.protocol.actions import (
     Input,
     Leave,
     Meet,
-    NotRead,
+    ReadFailed,
     SendEnded,
     SlotRead,
     Turn,
@@ -48,10 +48,10 @@ from kvconnector.protocol.messages import (
     Start,
     Watermark,
 )
-from kvconnector.protocol.peers import Drains, Peers
+from kvconnector.protocol.peers import DeadPeers, Peers
 from kvconnector.protocol.probe import ProbeSlots
 
-Heard = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
+SenderMessage = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
 
 class ReceiveMachine:
@@ -71,22 +71,22 @@ class ReceiveMachine:
         self.peers = make_peers(self._turn, own, greets=False)
         self._slots = ProbeSlots(self._turn, own, self.peers)
         self.grants = Repeats()
-        self._drains = Drains()
-        self._num_reads = 0  # rounds in which the transport was read; `Drains` counts in these
+        self._dead_peers = DeadPeers()
+        self._num_read_rounds = 0  # rounds in which the transport's messages were read
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
-        if isinstance(item, Heard):
-            self._hear(item)
+        if isinstance(item, SenderMessage):
+            self._handle_message(item)
         else:
-            self._obey(item)
+            self._handle_wish_or_result(item)
         return self._turn.pop_actions()
 
     def tick(self, now: float) -> list[Action]:
         self._turn.now = now
-        self._num_reads += 1
+        self._num_read_rounds += 1
         self.peers.tick()
-        for engine_id in self._drains.take_done(now, self._num_reads):
+        for engine_id in self._dead_peers.take_drained(now, self._num_read_rounds):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
         # A sender that ended the transfer, and whose last message was lost, answers with Quiet.
         for _, grant in self.grants.take_due(now):
@@ -106,17 +106,17 @@ class ReceiveMachine:
 
     # ------------------------------------------------------------------ the node's wishes
 
-    def _obey(self, item: Input) -> None:
-        """Handle a wish of the node, or the result of an action."""
+    def _handle_wish_or_result(self, item: Input) -> None:
+        """Handle a wish of the node, or an action's result."""
         match item:
-            case NotRead():
-                self._num_reads -= 1
+            case ReadFailed():
+                self._num_read_rounds -= 1
             case KVReservation():
                 self._grant(item)
             case Drop():
                 self._drop(item)
             case Drain(engine_id=engine_id):
-                self._drains.add_dead_peer(engine_id, self._turn.now, self._num_reads)
+                self._dead_peers.add_dead_peer(engine_id, self._turn.now, self._num_read_rounds)
             case Leave(engine_id=engine_id):
                 self.grants.remove_peer(engine_id)
                 self._slots.forget(engine_id)
@@ -156,11 +156,11 @@ class ReceiveMachine:
         self.grants.remove(wish.key, wish.engine_id)
         cancel = Cancel(engine_id=self._own.engine_id, request_id=request_id, epoch=epoch)
         self.peers.send(wish.engine_id, cancel)
-        self._turn.ask(Forbid(wish.engine_id, wish.key, tells=True))
+        self._turn.ask(Forbid(wish.engine_id, wish.key, wants_result=True))
 
     # ------------------------------------------------------------------ peers' messages
 
-    def _hear(self, message: Heard) -> None:
+    def _handle_message(self, message: SenderMessage) -> None:
         peer_id = message.engine_id
         self.peers.note_alive(peer_id, self._turn.now)
         match message:
@@ -205,7 +205,7 @@ class ReceiveMachine:
         """Answer a peer that passed a probe; otherwise be silent, so that the peer sends Hello."""
         if self.peers[message.engine_id].is_probed:
             beat = Beat(engine_id=self._own.engine_id, sent_at_s=message.sent_at_s)
-            self.peers.send(message.engine_id, beat, tells=True)
+            self.peers.send(message.engine_id, beat, wants_result=True)
 
     def _answer_hello(self, hello: Hello) -> None:
         ack = HelloAck(

@@ -1,9 +1,10 @@
 """SendMachine: the prefill node's end of the hand-off, without I/O.
 
     STARTED -> (granted) PUSHING -> COMMITTED
-         `--------------------`----> FAILED          only once no write is in flight, as COMMITTED
+         `--------------------`----> FAILED
 
-Refuses to know: transports, threads, how the decode node verifies blocks.
+A transfer is COMMITTED or FAILED only once none of its writes is in flight. Refuses to know:
+transports, threads, how the decode node verifies blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvconnector.protocol.actions import (
     Leave,
     Meet,
     Pause,
+    PauseEnded,
     Posted,
     ProbePosted,
     Push,
@@ -54,7 +56,6 @@ from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
 
 logger = logging.getLogger(__name__)
 
-PAUSE = Pause()  # the loop returns it after all earlier actions; then `_post_next` runs
 UNREACHED = "the decode node cannot be reached"
 
 
@@ -103,14 +104,14 @@ class SendMachine:
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
         match item:
-            case Pause():
+            case PauseEnded():
                 self._post_next()
             case Push():
                 self._push(item)
             case Posted():
-                self._take_posted(item)
+                self._on_posted(item)
             case WriteEnded():
-                self._take_ended(item)
+                self._on_write_ended(item)
             case Beat() | HelloAck():
                 self.peers.renew(item.engine_id, item.sent_at_s)
                 if isinstance(item, HelloAck):
@@ -119,7 +120,7 @@ class SendMachine:
                 self.peers.note_alive(item.engine_id, item.sent_at_s)
                 self._probes.on_result(item)
             case Grant() | Cancel() | Resend() | Verified():
-                self._hear(item)
+                self._handle_message(item)
             case Begin():
                 self._begin(item)
             case Abort(key=key, reason=reason):
@@ -129,7 +130,7 @@ class SendMachine:
             case ProbePosted():
                 self._probes.take_posted(item)
             case SendEnded():
-                self._take_sent(item)
+                self._on_send_ended(item)
             case Meet(peer=peer):
                 self.peers.meet(peer)
             case ConnectEnded(action=connect):
@@ -200,11 +201,11 @@ class SendMachine:
         for transfer in list(self.transfers.values()):
             self._finish_if_quiet(transfer)
 
-    def _hear(self, message: Grant | Cancel | Resend | Verified) -> None:
+    def _handle_message(self, message: Grant | Cancel | Resend | Verified) -> None:
         transfer = self.transfers.get((message.request_id, message.epoch))
         if transfer is None:
-            # The transfer has ended here. Say so again, as the peer may hold blocks for it.
-            self._say_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
+            # The transfer has ended here. Send Quiet again, as the peer may hold blocks for it.
+            self._send_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
         elif transfer.engine_id != message.engine_id:
             logger.warning("dropped a message about another node's transfer")
         elif isinstance(message, Cancel):
@@ -215,7 +216,7 @@ class SendMachine:
             if transfer.commit_is_sent and transfer.is_complete:
                 self._end(transfer)
         else:
-            self._take_grant(transfer, message)
+            self._on_grant(transfer, message)
 
     def _send_again(self, transfer: Transfer, message: Resend) -> None:
         layers = message.layers
@@ -226,7 +227,7 @@ class SendMachine:
         else:
             transfer.fail("the decode node asked for what there is not")
 
-    def _take_grant(self, transfer: Transfer, grant: Grant) -> None:
+    def _on_grant(self, transfer: Transfer, grant: Grant) -> None:
         try:
             check_block_ids(grant.block_ids, self.peers[transfer.engine_id].info.num_blocks)
         except ValueError as error:
@@ -241,7 +242,7 @@ class SendMachine:
         elif transfer.granted is None:
             transfer.granted = grant
 
-    def _take_sent(self, result: SendEnded) -> None:
+    def _on_send_ended(self, result: SendEnded) -> None:
         message = result.action.message
         if not result.problem:  # a Commit that needs no answer was sent
             assert isinstance(message, Commit)
@@ -270,7 +271,7 @@ class SendMachine:
                 room -= self._num_bytes(transfer.engine_id, len(piece.block_ids), piece.layers)
             self._room_bytes[transfer.engine_id] = room
         self._to_post = deque(self.transfers.values())
-        self._turn.ask(PAUSE)
+        self._turn.ask(Pause())  # `_post_next` runs at its end
 
     def _post_next(self) -> None:
         """Write the next piece, if its peer has room and the lease holds."""
@@ -299,7 +300,7 @@ class SendMachine:
                 return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
         return None
 
-    def _take_posted(self, result: Posted) -> None:
+    def _on_posted(self, result: Posted) -> None:
         action = result.action
         transfer, piece = self.transfers[action.key], action.piece
         if result.problem:
@@ -315,9 +316,9 @@ class SendMachine:
             transfer.writes.append(piece)
             if result.is_done:
                 self._count_off(transfer)
-        self._turn.ask(PAUSE)
+        self._turn.ask(Pause())  # `_post_next` runs at its end
 
-    def _take_ended(self, result: WriteEnded) -> None:
+    def _on_write_ended(self, result: WriteEnded) -> None:
         if not result.key[0]:
             self._probes.take_ended(result)
             return
@@ -372,12 +373,13 @@ class SendMachine:
                 self.peers.send(repeat.engine_id, repeat.message)
 
     def _finish_if_quiet(self, transfer: Transfer) -> None:
+        """End a failed transfer, or commit a complete one, unless a write is in flight."""
         key = (transfer.request_id, transfer.epoch)
         if transfer.writes or key not in self.transfers:
             return
         if transfer.failure is not None:
             self._forget(transfer)
-            self._say_quiet(transfer.engine_id, *key, transfer.failure)
+            self._send_quiet(transfer.engine_id, *key, transfer.failure)
             self._report(TransferEventKind.FAILED, transfer, transfer.failure)
         elif transfer.is_complete and not transfer.commit_is_sent:
             self._commit(key, transfer)
@@ -387,7 +389,7 @@ class SendMachine:
         path = self.peers[engine_id].path
         commit = transfer.commit_record(self._own.engine_id, path, self._turn.now)
         transfer.commit_is_sent = True
-        if not self.peers.send(engine_id, commit, tells=not self._is_verified):
+        if not self.peers.send(engine_id, commit, wants_result=not self._is_verified):
             self._give_up(commit)
         elif self._is_verified:
             self.repeats.add_message(key, engine_id, commit, self._turn.now)
@@ -427,7 +429,7 @@ class SendMachine:
             if peer.state is PeerState.LEAVING and is_quiet:
                 self.peers.remove(peer_id)
 
-    def _say_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
+    def _send_quiet(self, engine_id: str, request_id: str, epoch: int, reason: str) -> None:
         quiet = Quiet(
             engine_id=self._own.engine_id,
             request_id=request_id,

@@ -54,6 +54,8 @@ from router.api.http.errors import (
 )
 from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, list_name
 from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
+from router.api.http.images.image_fetch import ImageFetcher
+from router.api.http.images.image_parts import FETCHER
 from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
 from router.api.http.schema import ChatRequest, CompletionRequest
 from router.api.http.tokenization import (
@@ -67,6 +69,7 @@ from router.api.openai_responses.request import ResponsesRequest
 from router.api.ui.page import StatusPage
 from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
+from router.intake.images.image_options import ImageOptions
 from router.intake.intake import MAX_REQUEST_ID_CHARS, check_name
 from router.names.metrics_page import MetricsPage
 from router.names.served_name import ServedName
@@ -127,6 +130,7 @@ class HttpServer:
         status_page: page for operators; None: no page.
         tracing: decides which requests are traced; None: no request.
         adapters: changes the adapters; by default an `AdapterAdmin` without a root.
+        images: hosts and limits of images that requests name by URL; by default no host.
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class HttpServer:
         status_page: StatusPage | None = None,
         tracing: Tracing = NO_TRACING,
         adapters: AdapterAdmin | None = None,
+        images: ImageOptions | None = None,
     ) -> None:
         self._names = names
         lora = LoraPaths(adapters or AdapterAdmin(names))
@@ -170,6 +175,7 @@ class HttpServer:
             ],
         )
         app[BODIES] = HeldCalls()
+        app[FETCHER] = ImageFetcher(images)
         app.on_response_prepare.append(self._add_headers)
         # Every path with the roles it requires.
         routes: list[tuple[str, str, Handler, Roles | None]] = [
@@ -425,6 +431,7 @@ class HttpServer:
             served.intake.max_model_len,
             root=served.adapter or own_name,
             parent=own_name if served.adapter else None,
+            input_modalities=("text", "image") if served.intake.reader.images else ("text",),
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from baton.api.images import without_files
 from baton.api.outputs import PrefillReceipt, RequestDelta
 from baton.link.words import (
     CancelCommand,
@@ -28,7 +29,8 @@ NODE_EXTRA_TIMEOUT_S = 5.0
 class Attempt:
     """Run one try of a call on its nodes, and put their tokens in order into the buffer.
 
-    Both legs are sent at once. The attempt ends with the last token, an error, or `close`.
+    A leg is one node's part of the attempt. Both legs are sent at once. The attempt ends with the
+    last token, an error, or `close`.
 
     Args:
         prefill: None if the decode node computes the prompt.
@@ -105,12 +107,13 @@ class Attempt:
             )
             self.forecast = self.decode.open_leg(self._request_id, self.epoch, self, work)
             peer = self.prefill.engine_id if self.prefill else ""
-            self.decode.send(DecodeCommand(prefill_engine_id=peer, **for_both))
+            images = without_files(call.images) if self.prefill else call.images
+            self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **for_both))
         if self.prefill is not None:
             work = LegWork(num_tokens=num_uncomputed, num_uncomputed=num_uncomputed)
             self.forecast = self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
-            self.prefill.send(PrefillCommand(decode_engine_id=peer, **for_both))
+            self.prefill.send(PrefillCommand(decode_engine_id=peer, images=call.images, **for_both))
 
     @property
     def nodes(self) -> list[Node]:
@@ -133,7 +136,7 @@ class Attempt:
     def on_leg_delta(self, item: LegDelta) -> None:
         """Take a delta of either leg, and forward all tokens that are next in order."""
         if item.delta.error is not None:
-            if not self._survives(item):
+            if not self._is_harmless(item):
                 self.fail(item)
             return
         if not self._order.admits(item):
@@ -155,11 +158,11 @@ class Attempt:
             self.close()
             self._buffer.fail(item)
 
-    def _survives(self, item: LegDelta) -> bool:
-        """Return whether an error of a prefill node that has done its part does no harm.
+    def _is_harmless(self, item: LegDelta) -> bool:
+        """Return whether an error comes from a prefill node that is no longer needed.
 
-        After its token, a prefill node may still report a failed push, which matters until the KV
-        has arrived. The loss of the node does not matter: the decode node reports missing KV.
+        After token 1, a failed push ends the attempt until the KV has arrived. The loss of the node
+        does not, as the decode node reports missing KV.
         """
         if item.role is not NodeRole.PREFILL or not self.began:
             return False
@@ -168,16 +171,17 @@ class Attempt:
     def _note_forwarded(self, item: LegDelta) -> None:
         """Update the attempt's state for a delta that is about to be forwarded."""
         if self.prefill is not None:
-            self._note_forwarded_of_two(self.prefill, item)
+            self._note_forwarded_by_pair(self.prefill, item)
         if not self.began:
             self.began, self.began_at = True, time.perf_counter()
         self.decoded |= item.role is NodeRole.DECODE
         if item.delta.finish_reason is not None:
             self._finished_on = item.role
 
-    def _note_forwarded_of_two(self, prefill: Node, item: LegDelta) -> None:
+    def _note_forwarded_by_pair(self, prefill: Node, item: LegDelta) -> None:
+        """Cancel, relieve or close the prefill leg, as far as its part is done."""
         if not self.began and item.role is NodeRole.DECODE:
-            # The decode node took the short-cut: its cache had nearly all of the prompt.
+            # The decode node computed the prompt, as its cache had nearly all of it.
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
@@ -192,6 +196,6 @@ class Attempt:
         self._closed = True
         for node in self.nodes:
             node.close_leg(self.epoch)
-            # The decode node's last token ends the call on both nodes; else both may still work.
+            # After the decode node's last token, neither node works on the call any more.
             if self._finished_on is not NodeRole.DECODE:
                 node.send(CancelCommand(self._request_id, self.epoch))

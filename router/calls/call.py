@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.access.identity import ANYBODY, Principal
+from baton.api.images import ImageSpan, PromptImage
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
@@ -56,6 +57,7 @@ class Call:
             fair share already.
         cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         is_chat: whether the prompt was a conversation.
+        images: images of the prompt with their files, in order.
         hashes: block hashes of the prompt, shared with copies of this call.
     """
 
@@ -67,6 +69,7 @@ class Call:
     leaves_room: bool = False
     cache_salt: bytes = field(default=b"", repr=False)
     is_chat: bool = False
+    images: tuple[PromptImage, ...] = field(default=(), repr=False)
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
 
     def __post_init__(self) -> None:
@@ -74,8 +77,13 @@ class Call:
         # `dataclasses.replace` passes them on.
         token_ids, salt, adapter = self.prompt_token_ids, self.cache_salt, self.terms.adapter
         if self.hashes is None or not self.hashes.are_of(token_ids, salt, adapter):
-            hashes = PromptHashes(token_ids, salt, adapter)
+            hashes = PromptHashes(token_ids, salt, adapter, self.image_spans)
             object.__setattr__(self, "hashes", hashes)
+
+    @property
+    def image_spans(self) -> tuple[ImageSpan, ...]:
+        """The tokens of each image in the prompt."""
+        return tuple(image.span for image in self.images)
 
     @property
     def scoped_id(self) -> str:

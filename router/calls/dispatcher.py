@@ -191,12 +191,12 @@ class Dispatcher:
             opened.close()
             del self._open[call.scoped_id]
 
-    def note_handed_over(self, call: Call) -> None:
-        """Note that the client receives token 1's text now; the time so far is the TTFT."""
-        self._open[call.scoped_id].note_handed_over()
+    def note_ttft(self, call: Call) -> None:
+        """Record the TTFT: the client receives token 1's text now."""
+        self._open[call.scoped_id].note_ttft()
 
     def receipt(self, call: Call) -> Receipt:
-        """Finish the record of a call that a stop string ends, and return the call's receipt."""
+        """Return the receipt of a call that a stop string ends, and finish the call's record."""
         opened = self._open[call.scoped_id]
         receipt = opened.receipt()
         opened.following.note_finished(FinishReason.STOP, receipt)

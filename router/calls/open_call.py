@@ -29,7 +29,11 @@ _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 
 
 class OpenCall:
-    """Run one call's attempts in turn, and join their tokens into one stream."""
+    """Run one call's attempts in turn, and join their tokens into one stream.
+
+    Args:
+        following: writes the call's record in the request log.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class OpenCall:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._recovery = recoveries.recover(call, self._remaining_s)
-        self._decode: Node | None = None  # the last node to decode; its model made the output
+        self._decode: Node | None = None  # the last attempt's decode node
         self._ttft_s = 0.0
         self._first_read_s = 0.0  # from arrival to the first token on a node's link
         self._ended_by: RequestError | None = None  # the reason, if ended from outside
@@ -76,7 +80,7 @@ class OpenCall:
             if output is not None:
                 if output.output_index == 0:
                     self._first_read_s = attempt.began_at - self._call.terms.received_at
-                    self.note_handed_over()
+                    self.note_ttft()
                 if output.finish_reason is not None:
                     yield msgspec.structs.replace(output, receipt=self.receipt())
                     return
@@ -89,11 +93,11 @@ class OpenCall:
                     raise error_of(self._ended_by)
                 self.following.note_failure(error.code, error.message)
                 self._recovery.note_failure(attempt, failure, error)
-                await self._recovery.wait_for_turn(attempt, error)
+                await self._recovery.wait_before_retry(attempt, error)
                 attempt = await self._begin(error.message)
 
-    def note_handed_over(self) -> None:
-        """Note that token 1 is passed on now; a later note overwrites an earlier one."""
+    def note_ttft(self) -> None:
+        """Record the TTFT: token 1 is passed on now. A later call overwrites an earlier one."""
         self._ttft_s = time.perf_counter() - self._call.terms.received_at
 
     def receipt(self) -> Receipt:
@@ -116,6 +120,8 @@ class OpenCall:
             delivery_s=self._ttft_s - self._first_read_s,
             model=self._call.terms.model,
             adapter=self._call.terms.adapter,
+            num_images=len(self._call.images),
+            num_image_tokens=sum(span.num_tokens for span in self._call.image_spans),
         )
 
     def close(self) -> None:
@@ -130,7 +136,7 @@ class OpenCall:
         self._ended_by = error
         if self._attempt is not None:
             delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
-            # an error with this role always ends the call
+            # `outputs` raises `_ended_by`, so the role has no effect.
             self._attempt.fail(LegDelta(NodeRole.DECODE, delta))
 
     # ------------------------------------------------------------------ attempts
@@ -143,7 +149,7 @@ class OpenCall:
         """
         call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
-        if self._recovery.has_failed(placement):  # no better place is left, so try this one later
+        if self._recovery.has_failed(placement):  # no better place is left: try this one later
             await self._recovery.pause()
             placement = await self._wait_for_placement(failure)
         self._recovery.note_attempt(placement)
@@ -188,7 +194,7 @@ class OpenCall:
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._recovery.pair_timeout_s
-        await self._recovery.wait_to_be_tried()
+        await self._recovery.wait_while_suspect()
         if self._num_attempts:  # a first attempt got its turn at admission
             await self._turns.wait_for_turn()
         while (placement := self._place()) is None:
@@ -197,8 +203,10 @@ class OpenCall:
                 give_up_at = max(give_up_at, loop.time() + self._recovery.expected_s())
             until = min(give_up_at, self._expires_at)
             adapter = self._call.terms.adapter
-            await self._placer.wait_for_change(failure, num_tokens, until, adapter)
-            await self._recovery.wait_to_be_tried()
+            await self._placer.wait_for_change(
+                failure, num_tokens, until, adapter, has_images=bool(self._call.images)
+            )
+            await self._recovery.wait_while_suspect()
             await self._turns.wait_for_turn()
         self._remaining_s()
         return placement

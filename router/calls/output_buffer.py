@@ -61,26 +61,26 @@ class DeltaOrder:
             self._early[index] = item
             heapq.heappush(self._indexes, index)
         while self._indexes and self._indexes[0] <= self.next_index:
-            ready = self._behind(self._early.pop(heapq.heappop(self._indexes)))
+            ready = self._new_part(self._early.pop(heapq.heappop(self._indexes)))
             if ready is not None:
                 self.next_index += len(ready.delta.token_ids)
                 yield ready
 
-    def _behind(self, item: LegDelta) -> LegDelta | None:
-        """Return the part of a delta that was not passed on yet; None if all of it was."""
+    def _new_part(self, item: LegDelta) -> LegDelta | None:
+        """Return the part of a delta that was not forwarded yet; None if there is none."""
         delta = item.delta
-        num_told = self.next_index - delta.output_index
-        if num_told == 0:
+        num_forwarded = self.next_index - delta.output_index
+        if num_forwarded == 0:
             return item
-        if num_told >= len(delta.token_ids):
+        if num_forwarded >= len(delta.token_ids):
             return None
-        untold = msgspec.structs.replace(
+        rest = msgspec.structs.replace(
             delta,
             output_index=self.next_index,
-            token_ids=delta.token_ids[num_told:],
-            logprobs=delta.logprobs[num_told:],
+            token_ids=delta.token_ids[num_forwarded:],
+            logprobs=delta.logprobs[num_forwarded:],
         )
-        return msgspec.structs.replace(item, delta=untold)
+        return msgspec.structs.replace(item, delta=rest)
 
 
 class OutputBuffer:

@@ -61,7 +61,7 @@ class Placer:
         token_ids = [*call.prompt_token_ids, *output_token_ids]
         adapter, hashes = call.terms.adapter, call.hashes
         if output_token_ids:
-            hashes = PromptHashes(token_ids, call.cache_salt, adapter)
+            hashes = PromptHashes(token_ids, call.cache_salt, adapter, call.image_spans)
         query = RouteQuery(
             num_prompt_tokens=len(token_ids),
             max_tokens=call.sampling_params.max_tokens - len(output_token_ids),
@@ -78,6 +78,8 @@ class Placer:
         def pick(fleet: Fleet) -> Placement | None:
             if adapter:
                 fleet = pool.adapters.narrow(fleet, adapter)
+            if call.images:
+                fleet = fleet.encoding_images()
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
@@ -94,7 +96,13 @@ class Placer:
         return placement
 
     async def wait_for_change(
-        self, failure: str, num_tokens: int, until: float, adapter: str = ""
+        self,
+        failure: str,
+        num_tokens: int,
+        until: float,
+        adapter: str = "",
+        *,
+        has_images: bool = False,
     ) -> None:
         """Wait until some node changes, or until ``until``.
 
@@ -103,6 +111,7 @@ class Placer:
             num_tokens: context length that the nodes must allow.
             adapter: digest of the adapter that the nodes must have or load; empty: none.
             until: deadline, by the event loop's clock.
+            has_images: whether the prompt has images, so that a node must encode them.
 
         Raises:
             NodeUnavailableError: the pool never had nodes of both roles, or time is up.
@@ -110,7 +119,8 @@ class Placer:
         pool = self._pool
         now = asyncio.get_running_loop().time() + _EARLY_S
         if not pool.has_had_both_roles or now >= until:
-            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens, adapter))))
+            why_no_pair = pool.why_no_pair(num_tokens, adapter, has_images=has_images)
+            why = "; ".join(filter(None, (failure, why_no_pair)))
             raise NodeUnavailableError(why)
         self.num_waiting += 1
         try:

@@ -91,15 +91,31 @@ class Fleet:
         prefill: Callable[[NodeLoad], bool] | None = None,
         decode: Callable[[NodeLoad], bool] | None = None,
         ruled_out: Set[Pair] = _NONE,
+        *,
+        alone: Callable[[NodeLoad], bool] | None = None,
     ) -> Fleet:
-        """Return a fleet of the nodes that pass these filters, and without the ruled-out pairs."""
+        """Return a fleet of the nodes that pass these filters, and without the ruled-out pairs.
+
+        Args:
+            alone: one more filter of decode nodes that compute prompts themselves.
+        """
         return Fleet(
             filter(prefill, self.prefills),
             filter(decode, self.decodes),
             self._reach,
-            self_prefilling=filter(decode, self.self_prefilling),
+            self_prefilling=filter(alone, filter(decode, self.self_prefilling)),
             ruled_out=self._ruled_out | ruled_out,
         )
+
+    def encoding_images(self) -> Fleet:
+        """Return a fleet in which every node that computes a prompt encodes its images."""
+
+        def encodes(node: NodeLoad) -> bool:
+            return node.encodes_images
+
+        if all(map(encodes, (*self.prefills, *self.self_prefilling))):
+            return self
+        return self.only(prefill=encodes, alone=encodes)
 
     def by_revision(self) -> dict[str, Fleet]:
         """Return one fleet per revision of nodes."""

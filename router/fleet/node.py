@@ -262,9 +262,10 @@ class Node:
     def deliver(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
         """Pass a delta to its attempt, or drop it if the attempt has ended."""
         self._note_prefilled((delta,))
-        self._hand_over(delta, node_lost=node_lost)
+        self._pass_on_delta(delta, node_lost=node_lost)
 
-    def _hand_over(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
+    def _pass_on_delta(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
+        """Give a delta to its attempt's reader; drop a delta of a closed leg."""
         leg = self._leg_of(delta)
         if leg is not None:
             if delta.error is not None:  # people read errors in terminals
@@ -287,7 +288,7 @@ class Node:
                 leg.reader.take_token(role, output_index, token_id)
         self._note_prefilled(step.deltas)
         for delta in step.deltas:
-            self._hand_over(delta)
+            self._pass_on_delta(delta)
         if is_decode:
             self.load.note_step()
 

@@ -118,6 +118,7 @@ class NodePool:
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
         self._roles_seen: set[NodeRole] = set()
+        self._has_had_encoders = False
         self._eligibility = eligibility
         self._reach = Reach()
         self._rates = SharedRates()
@@ -180,6 +181,14 @@ class NodePool:
     def has_had_both_roles(self) -> bool:
         """Return whether nodes of both roles have ever joined; if so, missing nodes may return."""
         return self._roles_seen == set(NodeRole)
+
+    @property
+    def may_encode_images(self) -> bool:
+        """Return whether prompts may have images: a node encodes them, or such a node may come.
+
+        False if only nodes that encode no images have joined so far.
+        """
+        return self._has_had_encoders or not self._roles_seen
 
     def awaited_until(self, return_s: float) -> float:
         """Return until when a node that completes a pair may return; -inf if none may.
@@ -255,6 +264,7 @@ class NodePool:
         self.lost_nodes.note_joined(node.engine_id, node.name)
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
+        self._has_had_encoders |= node.registration.encodes_images
         self.rollout.note_joined(
             node.registration.revision, {one.load.revision for one in self._nodes.values()}
         )
@@ -475,12 +485,17 @@ class NodePool:
         """Make a new fleet, because an eligibility predicate may have changed."""
         self._note_change()
 
-    def why_no_pair(self, num_tokens: int = 1, adapter: str = "") -> str:
+    def why_no_pair(
+        self, num_tokens: int = 1, adapter: str = "", *, has_images: bool = False
+    ) -> str:
         """Return one line that tells a client why no pair can take this many tokens.
 
         Args:
             adapter: digest of the adapter that the pair must have or load; empty: none.
+            has_images: whether the node that computes the prompt must encode images.
         """
+        if self.fleet and has_images and not self.fleet.encoding_images():
+            return "no node that computes prompts encodes images now"
         if self.fleet and adapter and not self.adapters.narrow(self.fleet, adapter):
             why = self.adapters.why_not((node.load for node in self.nodes), adapter)
             return f"no pair of nodes can load the adapter {shorten_digest(adapter)}: {why}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from router.fleet.load.forecast import RATIOS, ForecastCounts
 from router.fleet.node_pool import NodePool
 from router.gate.scaling import ScalingSignals
 
-_PREFIX = "baton_router"
+PREFIX = "baton_router"
 Source = TypeVar("Source")
 MAX_ADAPTERS = 1024  # most pairs of a name and an adapter; those used longest ago leave the page
 
@@ -39,25 +39,34 @@ class Collected(Collector):
         return self._collect()
 
 
+def make_family(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    """Make a metric family from its samples, each a value for each label and a number."""
+    made = kind(f"{PREFIX}_{name}", text, labels=labels)
+    for values, number in samples:
+        made.add_metric(values, number)
+    return made
+
+
 def collect_revisions(pool: NodePool) -> Iterable[Metric]:
     """Collect the nodes' revisions and their shares of new requests."""
-    share = GaugeMetricFamily(
-        f"{_PREFIX}_revision_share",
-        "Share of new requests that a revision of the nodes gets.",
-        labels=["revision"],
-    )
-    nodes = GaugeMetricFamily(
-        f"{_PREFIX}_revision_nodes",
-        "Nodes of a revision that may get requests.",
-        labels=["revision", "role"],
-    )
     fleet = pool.fleet  # first, because making the fleet updates the rollout
-    for view in pool.rollout.view((node.load for node in pool.nodes), fleet):
-        share.add_metric([view.name], view.share)
-        nodes.add_metric([view.name, "prefill"], view.num_prefill)
-        nodes.add_metric([view.name, "decode"], view.num_decode)
-    yield share
-    yield nodes
+    views = list(pool.rollout.view((node.load for node in pool.nodes), fleet))
+    shares = (([view.name], view.share) for view in views)
+    text = "Share of new requests that a revision of the nodes gets."
+    yield make_family("revision_share", text, ["revision"], shares)
+    counts = (
+        ([view.name, role], num_nodes)
+        for view in views
+        for role, num_nodes in (("prefill", view.num_prefill), ("decode", view.num_decode))
+    )
+    text = "Nodes of a revision that may get requests."
+    yield make_family("revision_nodes", text, ["revision", "role"], counts)
 
 
 class AdapterCollector(Collector):
@@ -84,36 +93,25 @@ class AdapterCollector(Collector):
             self._used.popitem(last=False)
 
     def collect(self) -> Iterable[Metric]:
-        families = [
-            CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=["model", "adapter"])
-            for name, text in (
-                ("adapter_requests", "Requests that finished with an adapter, by name."),
-                ("adapter_output_tokens", "Output tokens of these."),
-            )
-        ]
-        for labels, counts in self._used.items():
-            for family, count in zip(families, counts, strict=True):
-                family.add_metric(labels, count)
-        yield from families
-        yield self._places()
-
-    def _places(self) -> Metric:
-        family = GaugeMetricFamily(
-            f"{_PREFIX}_adapter_nodes",
-            "Nodes that have an adapter in memory.",
-            labels=["adapter"],
-        )
+        texts = {
+            "adapter_requests": "Requests that finished with an adapter, by name.",
+            "adapter_output_tokens": "Output tokens of these.",
+        }
+        for index, (name, text) in enumerate(texts.items()):
+            samples = ((labels, counts[index]) for labels, counts in self._used.items())
+            yield make_family(name, text, ["model", "adapter"], samples, CounterMetricFamily)
         nodes = self._pool.nodes if self._pool is not None else ()
         held = Counter(digest for node in nodes for digest in node.load.adapters)
-        for digest, count in held.most_common(MAX_ADAPTERS):
-            family.add_metric([shorten_digest(digest)], count)
-        return family
+        places = (([shorten_digest(key)], count) for key, count in held.most_common(MAX_ADAPTERS))
+        yield make_family(
+            "adapter_nodes", "Nodes that have an adapter in memory.", ["adapter"], places
+        )
 
 
 def collect_forecasts(forecasts: ForecastCounts) -> Iterable[Metric]:
     """Collect how good the forecasts of prompts were: expected over measured time."""
-    family = HistogramMetricFamily(
-        f"{_PREFIX}_prefill_forecast_ratio",
+    histogram = HistogramMetricFamily(
+        f"{PREFIX}_prefill_forecast_ratio",
         "Expected over measured time of a prompt on its node: to compute it, and until its "
         "first token.",
         labels=["of"],
@@ -121,26 +119,16 @@ def collect_forecasts(forecasts: ForecastCounts) -> Iterable[Metric]:
     for of, ratios in (("compute", forecasts.compute), ("first_token", forecasts.first_token)):
         bounds = [*map(floatToGoString, RATIOS), "+Inf"]
         counts = itertools.accumulate(map(float, ratios.counts))
-        family.add_metric([of], list(zip(bounds, counts, strict=True)), ratios.total)
-    yield family
+        histogram.add_metric([of], list(zip(bounds, counts, strict=True)), ratios.total)
+    yield histogram
 
 
 def collect_scaling(signals: ScalingSignals) -> Iterable[Metric]:
     """Collect the scaling signals; no sample for a role without a serving node."""
-    pressure = GaugeMetricFamily(
-        f"{_PREFIX}_scaling_pressure",
-        "How busy the busiest node of a role is; 1: as busy as one may be.",
-        labels=["role"],
-    )
-    demand = GaugeMetricFamily(
-        f"{_PREFIX}_scaling_demand",
-        "The same times the nodes: divided by the pressure that is wanted, the nodes to have.",
-        labels=["role"],
-    )
-    for role in NodeRole:
-        signal = signals.signal(role)
-        if signal is not None:
-            pressure.add_metric([role.value], signal.pressure)
-            demand.add_metric([role.value], signal.demand)
-    yield pressure
-    yield demand
+    known = [(role.value, s) for role in NodeRole if (s := signals.signal(role)) is not None]
+    pressures = (([role], signal.pressure) for role, signal in known)
+    text = "How busy the busiest node of a role is; 1: as busy as one may be."
+    yield make_family("scaling_pressure", text, ["role"], pressures)
+    demands = (([role], signal.demand) for role, signal in known)
+    text = "The same times the nodes: divided by the pressure that is wanted, the nodes to have."
+    yield make_family("scaling_demand", text, ["role"], demands)

@@ -29,10 +29,17 @@ from router.calls.dispatcher import Dispatcher
 from router.gate.admission import Admission
 from router.intake.answers.answers import Answers
 from router.intake.cache_salts import CacheSalts
+from router.intake.images.image_reader import ImageReader
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.base import OutputParser
 from router.intake.parsers.choice import OutputParsers
-from router.intake.prompt_reader import EarlyReaders, Prompt, PromptReader, is_chat
+from router.intake.prompt_reader import (
+    EarlyReaders,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    is_chat,
+)
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
@@ -50,11 +57,12 @@ class Intake:
         metrics: count every request; None: new counters.
         cache_salts: decide which cached prompts a request may find; None: salts per tenant.
         parsers: divide the outputs of conversations; None: chosen by the chat template.
-        readers: templates of the processes that read requests; None: new processes.
+        readers: templates to fork the processes that read requests; None: start new processes.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
         logs_prompts: whether prompts and outputs are logged.
+        images: reads images of prompts; None: the model takes none.
 
     Attributes:
         tokenizer, cache_salts, parsers, sampling_defaults: see the arguments.
@@ -77,6 +85,7 @@ class Intake:
         trusts_templates: bool = False,
         cuts_changing_lines: bool = True,
         logs_prompts: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -95,6 +104,8 @@ class Intake:
             readers=readers,
             trusts_templates=trusts_templates,
             cuts_changing_lines=cuts_changing_lines,
+            images=images,
+            may_encode=lambda: dispatcher.pool.may_encode_images,
         )
 
     @property
@@ -109,7 +120,7 @@ class Intake:
 
     @property
     def admission(self) -> Admission:
-        """The gate, which knows what is left of callers' limits."""
+        """The gate, which also counts what callers have left of their limits."""
         return self._dispatcher.admission
 
     def close(self) -> None:
@@ -140,10 +151,10 @@ class Intake:
         check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)
         most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
         check_priority(terms.priority, most_urgent)
-        token_ids: list[int] | None = None
+        read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
-            token_ids = await self.reader.tokenize(prompt, principal)
-            thinking = self.parsers.asked_thinking(token_ids, params.thinking)
+            read = await self.reader.read(prompt, principal)
+            thinking = self.parsers.asked_thinking(read.token_ids, params.thinking)
             params = dataclasses.replace(params, thinking=thinking)
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
@@ -153,8 +164,9 @@ class Intake:
         if params.seed is None:
             # Draw the seed here, so that both nodes and all retries sample alike.
             params = params.with_seed(draw_seed())
-        if token_ids is None:
-            token_ids = await self.reader.tokenize(prompt, principal)
+        if read is None:
+            read = await self.reader.read(prompt, principal)
+        token_ids = read.token_ids
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len)
         check_prompt_logprobs(params, len(token_ids))
         timeout_s = terms.timeout_s
@@ -166,6 +178,7 @@ class Intake:
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
             cache_salt=self.cache_salts.of(principal, terms.cache_word),
             is_chat=is_chat(prompt),
+            images=read.images,
         )
 
     async def stream(
@@ -184,7 +197,7 @@ class Intake:
                         delta = answer.add(item)
                         if delta.finish_reason is None:
                             if delta.output_index == 0:
-                                self._dispatcher.note_handed_over(call)
+                                self._dispatcher.note_ttft(call)
                             yield delta
                             continue
                         # Count here, because nodes see no text and so no stop strings.

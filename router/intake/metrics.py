@@ -29,13 +29,14 @@ from router.fleet.pairing import num_pairs_down
 from router.gate.admission import Admission
 from router.gate.overload import Overload
 from router.intake.fleet_metrics import (
+    PREFIX,
     AdapterCollector,
     Collected,
     collect_forecasts,
     collect_revisions,
+    make_family,
 )
 
-_PREFIX = "baton_router"
 MAX_PAIRS = 2048  # all pairs on one page would block the event loop
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -129,25 +130,32 @@ class RouterMetrics:
         ProcessCollector(registry=self.of_router)
         self._admission = admission
         self._requests = Counter(
-            f"{_PREFIX}_requests",
+            f"{PREFIX}_requests",
             "Requests that ended: stop, length, abort, cancelled, or the error's status.",
             ["outcome"],
             registry=registry,
         )
-        self._open = Gauge(f"{_PREFIX}_requests_open", "Requests in progress.", registry=registry)
+        self._open = Gauge(f"{PREFIX}_requests_open", "Requests in progress.", registry=registry)
         self._tokens = {
-            kind: Counter(f"{_PREFIX}_{kind}_tokens", text, registry=registry)
+            kind: Counter(f"{PREFIX}_{kind}_tokens", text, registry=registry)
             for kind, text in (
                 ("prompt", "Prompt tokens of requests that finished."),
                 ("cached_prompt", "Prompt tokens of finished requests found in a prefix cache."),
                 ("output", "Output tokens of requests that finished."),
             )
         }
+        self._images = {
+            name: Counter(f"{PREFIX}_{name}", text, registry=registry)
+            for name, text in (
+                ("images", "Images in prompts of requests that finished."),
+                ("image_tokens", "Prompt tokens of the images of requests that finished."),
+            )
+        }
         self._attempts = Counter(
-            f"{_PREFIX}_attempts", "Attempts of requests that finished.", registry=registry
+            f"{PREFIX}_attempts", "Attempts of requests that finished.", registry=registry
         )
         self._of_request = {
-            name: Histogram(f"{_PREFIX}_{name}", text, buckets=buckets, registry=registry)
+            name: Histogram(f"{PREFIX}_{name}", text, buckets=buckets, registry=registry)
             for name, text, buckets in _OF_REQUEST
         }
         self._adapters = AdapterCollector(pool)
@@ -229,6 +237,8 @@ class RouterMetrics:
         self._tokens["prompt"].inc(receipt.num_prompt_tokens)
         self._tokens["cached_prompt"].inc(receipt.num_cached_tokens)
         self._tokens["output"].inc(receipt.num_output_tokens)
+        self._images["images"].inc(receipt.num_images)
+        self._images["image_tokens"].inc(receipt.num_image_tokens)
         self._attempts.inc(receipt.num_attempts)
         self._adapters.note_finished(receipt)
         observe, prefill, decode = self._observe_one, receipt.prefill, receipt.decode
@@ -262,18 +272,16 @@ def _collect_nodes(pool: NodePool) -> Iterable[Metric]:
         counts[node.registration.role, state] += 1
     for registration in pool.lost:
         counts[registration.role, "lost"] += 1
-    family = GaugeMetricFamily(
-        f"{_PREFIX}_nodes",
+    yield make_family(
+        "nodes",
         "Nodes; ready: requests can go there; joined: they reach no other node yet; ejected: "
         "they failed lately, or are new and have a first request; not_serving: their model "
         "is not the one that is served.",
-        labels=["role", "state"],
+        ["role", "state"],
+        (([role.value, state], count) for (role, state), count in counts.items()),
     )
-    for (role, state), count in counts.items():
-        family.add_metric([role.value, state], count)
-    yield family
     yield CounterMetricFamily(
-        f"{_PREFIX}_model_changes",
+        f"{PREFIX}_model_changes",
         "Times that nodes with other weights took the place of those that had served.",
         value=pool.identity.num_changes_total,
     )
@@ -289,28 +297,26 @@ def _state(node: Node, ready: Set[str]) -> str:
 
 def _collect_pairs(pool: NodePool) -> Iterable[Metric]:
     """Collect which nodes reach each other, by transport and bandwidth, and how many do not."""
-    states = GaugeMetricFamily(
-        f"{_PREFIX}_pairs",
+    num_down = num_pairs_down(pool.nodes, pool.lost)
+    yield make_family(
+        "pairs",
         "Pairs of nodes that fit; connected: requests can go there; down: one end does not "
         "reach the other, or is lost.",
-        labels=["state"],
-    )
-    states.add_metric(["connected"], pool.num_pairs_connected)
-    states.add_metric(["down"], num_pairs_down(pool.nodes, pool.lost))
-    yield states
-    bandwidth = GaugeMetricFamily(
-        f"{_PREFIX}_pair_bandwidth_bytes_per_second",
-        "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "
-        f"{MAX_PAIRS} slowest pairs.",
-        labels=["prefill_node", "decode_node", "transport"],
+        ["state"],
+        ((["connected"], pool.num_pairs_connected), (["down"], num_down)),
     )
     slowest = heapq.nsmallest(MAX_PAIRS, _pairs(pool), key=lambda one: one[0] or math.inf)
-    for rate, node, engine_id in sorted(slowest, key=lambda one: (one[1].name, one[2])):
-        peer = pool.node(engine_id)
-        if peer is not None:
-            labels = [node.name, peer.name, node.reports[engine_id].transport]
-            bandwidth.add_metric(labels, rate)
-    yield bandwidth
+    yield make_family(
+        "pair_bandwidth_bytes_per_second",
+        "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "
+        f"{MAX_PAIRS} slowest pairs.",
+        ["prefill_node", "decode_node", "transport"],
+        (
+            ([node.name, peer.name, node.reports[engine_id].transport], rate)
+            for rate, node, engine_id in sorted(slowest, key=lambda one: (one[1].name, one[2]))
+            if (peer := pool.node(engine_id)) is not None
+        ),
+    )
 
 
 def _pairs(pool: NodePool) -> Iterator[tuple[float, Node, str]]:
@@ -324,7 +330,7 @@ def _pairs(pool: NodePool) -> Iterator[tuple[float, Node, str]]:
 def _collect_suspects(suspects: Suspects) -> Iterable[Metric]:
     """Collect requests that were ended or refused as poison."""
     yield GaugeMetricFamily(
-        f"{_PREFIX}_requests_quarantined",
+        f"{PREFIX}_requests_quarantined",
         "Requests that are refused because nodes died of one like it.",
         value=len(suspects.quarantined),
     )
@@ -332,7 +338,7 @@ def _collect_suspects(suspects: Suspects) -> Iterable[Metric]:
         ("poison_requests", "Requests that nodes died of.", suspects.num_ended_total),
         ("poison_requests_refused", "The like of these.", suspects.num_refused_total),
     ):
-        yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=value)
+        yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
 def _collect_admission(admission: Admission) -> Iterable[Metric]:
@@ -347,59 +353,44 @@ def _collect_admission(admission: Admission) -> Iterable[Metric]:
             state.expected_wait_s,
         ),
     ):
-        yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=value)
-    refused = CounterMetricFamily(
-        f"{_PREFIX}_requests_refused",
-        "Requests that were refused before anything was computed for them.",
-        labels=["reason"],
-    )
-    for reason, count in state.num_refused.items():
-        refused.add_metric([reason], count)
-    yield refused
+        yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
+    text = "Requests that were refused before anything was computed for them."
+    refused = (([reason], count) for reason, count in state.num_refused.items())
+    yield make_family("requests_refused", text, ["reason"], refused, CounterMetricFamily)
 
 
 def _collect_overload(overload: Overload) -> Iterable[Metric]:
     """Collect the overload level and its signals."""
     state = overload.state()
     yield GaugeMetricFamily(
-        f"{_PREFIX}_overload_level",
+        f"{PREFIX}_overload_level",
         "0: normal; 1: less urgent requests are refused; 2: all are.",
         value=state.level,
     )
     yield CounterMetricFamily(
-        f"{_PREFIX}_overload_changes", "Changes of the level.", value=state.num_changes
+        f"{PREFIX}_overload_changes", "Changes of the level.", value=state.num_changes
     )
     yield CounterMetricFamily(
-        f"{_PREFIX}_overload_refused",
+        f"{PREFIX}_overload_refused",
         "Requests that were refused unread at level 2.",
         value=state.num_refused,
     )
-    signals = GaugeMetricFamily(
-        f"{_PREFIX}_overload_signal",
-        "What the level follows: seconds of the event loop's lag, else shares of a limit.",
-        labels=["signal"],
-    )
-    for name, value in state.signals.items():
-        signals.add_metric([name], value)
-    yield signals
+    text = "What the level follows: seconds of the event loop's lag, else shares of a limit."
+    signals = (([name], value) for name, value in state.signals.items())
+    yield make_family("overload_signal", text, ["signal"], signals)
 
 
 def _collect_connections(counts: ConnectionCounts) -> Iterable[Metric]:
     """Collect HTTP connections."""
-    now = GaugeMetricFamily(
-        f"{_PREFIX}_http_connections",
-        "Connections that are open: at work on a request, or waiting for one.",
-        labels=["state"],
-    )
-    now.add_metric(["at_work"], counts.at_work)
-    now.add_metric(["waiting"], counts.open - counts.at_work)
-    yield now
-    ended = CounterMetricFamily(
-        f"{_PREFIX}_http_connections_cut",
+    text = "Connections that are open: at work on a request, or waiting for one."
+    now = ((["at_work"], counts.at_work), (["waiting"], counts.open - counts.at_work))
+    yield make_family("http_connections", text, ["state"], now)
+    reasons = ("refused", "displaced", "timed_out", "stalled")
+    yield make_family(
+        "http_connections_cut",
         "Connections that the router ended: there was no room, they made way for another one, "
         "sent no request in time, or took nothing.",
-        labels=["reason"],
+        ["reason"],
+        (([reason], getattr(counts, reason)) for reason in reasons),
+        CounterMetricFamily,
     )
-    for reason in ("refused", "displaced", "timed_out", "stalled"):
-        ended.add_metric([reason], getattr(counts, reason))
-    yield ended

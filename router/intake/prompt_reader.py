@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import InvalidRequestError, PromptTooLongError
+from baton.api.images import PromptImage
 from baton.api.prompt import check_token_ids
 from baton.api.structured_output import StructuredOutput
 from baton.processes.early_template import EarlyTemplate, may_fork
@@ -25,12 +26,35 @@ from baton.text.tokenizer import Tokenizer
 from router.gate.admission import Admission
 from router.intake.changing_lines import without_changing_lines
 from router.intake.grammar_checks import GrammarChecks
+from router.intake.images.image_reader import ImageFile, ImageReader, check_markers
 from router.intake.text_options import TextOptions
 from router.intake.texts import ChatPrompt, Texts, fork_texts
 
 _DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabulary
 
-Prompt = str | Sequence[int] | ChatPrompt
+
+@dataclass(frozen=True, slots=True)
+class IllustratedPrompt:
+    """A text or token ids with a marker for each image."""
+
+    prompt: str | Sequence[int]
+    images: Sequence[ImageFile]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt in the form that nodes compute.
+
+    Attributes:
+        token_ids: the prompt with the tokens of its images.
+        images: the images with their files, in order.
+    """
+
+    token_ids: list[int]
+    images: tuple[PromptImage, ...] = field(default=(), repr=False)
+
+
+Prompt = str | Sequence[int] | ChatPrompt | IllustratedPrompt | ReadPrompt
 
 
 def is_chat(prompt: Prompt) -> bool:
@@ -81,9 +105,12 @@ class PromptReader:
         readers: templates of the worker processes; None: new processes.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
+        images: reads images; None: the model takes none.
+        may_encode: returns whether nodes encode images, as far as the router knows.
 
     Attributes:
         is_starting: whether the worker processes were started and are not ready yet.
+        images: see the arguments.
     """
 
     def __init__(
@@ -96,7 +123,11 @@ class PromptReader:
         readers: EarlyReaders | None = None,
         trusts_templates: bool = False,
         cuts_changing_lines: bool = True,
+        images: ImageReader | None = None,
+        may_encode: Callable[[], bool] = lambda: True,
     ) -> None:
+        self.images = images
+        self._may_encode = may_encode
         self.is_starting = False
         self._tokenizer = tokenizer
         self._admission = admission
@@ -119,7 +150,7 @@ class PromptReader:
             NodeUnavailableError: a process cannot be started.
         """
         self.is_starting = True
-        for part in (self._texts, self._grammar_checks):
+        for part in (self._texts, self._grammar_checks, self.images):
             if part is not None:
                 part.start()
 
@@ -137,9 +168,58 @@ class PromptReader:
 
     def close(self) -> None:
         """End the processes that read texts and grammars."""
-        for part in (self._texts, self._grammar_checks):
+        for part in (self._texts, self._grammar_checks, self.images):
             if part is not None:
                 part.close()
+
+    @property
+    def image_marker(self) -> str:
+        """Text that stands for an image in prompts; empty: the model takes no images."""
+        return self.images.layout.marker if self.images is not None else ""
+
+    def image_reader(self, field: str) -> ImageReader:
+        """Return the reader of images; raises InvalidRequestError if the model takes no images.
+
+        Args:
+            field: the client's field that has an image.
+        """
+        if self.images is None:
+            raise InvalidRequestError(field, "has an image, but this model reads text only")
+        if not self._may_encode():
+            raise InvalidRequestError(
+                field, "has an image, but the nodes of this model compute text only"
+            )
+        return self.images
+
+    async def read(
+        self,
+        prompt: Prompt,
+        principal: Principal = ANYBODY,
+        *,
+        add_special_tokens: bool = True,
+    ) -> ReadPrompt:
+        """Return a prompt's tokens and images; the tokens are not checked against the model.
+
+        Args:
+            principal: the client whose prompt this is.
+            add_special_tokens: whether a text gets the checkpoint's special tokens.
+
+        Raises the errors of `Texts.encode` and `ImageReader.read_sizes`.
+        """
+        if isinstance(prompt, ReadPrompt):
+            return prompt
+        images: Sequence[ImageFile] = ()
+        if isinstance(prompt, ChatPrompt | IllustratedPrompt):
+            images = prompt.images
+        text = prompt.prompt if isinstance(prompt, IllustratedPrompt) else prompt
+        if not images:
+            return ReadPrompt(await self._encode(text, principal, add_special_tokens))
+        reader = self.image_reader(images[0].field)
+        if isinstance(prompt, ChatPrompt):
+            check_markers(prompt.messages, reader.layout)
+        sized = await reader.read_sizes(images, caller=principal.tenant)
+        token_ids = await self._encode(text, principal, add_special_tokens)
+        return ReadPrompt(*await reader.expand(token_ids, sized))
 
     async def tokenize(
         self,
@@ -148,14 +228,17 @@ class PromptReader:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return a prompt's token ids; they are not checked against the model.
+        """Return a prompt's token ids, images included; see `read`."""
+        read = await self.read(prompt, principal, add_special_tokens=add_special_tokens)
+        return read.token_ids
 
-        Args:
-            principal: the client whose prompt this is.
-            add_special_tokens: whether a text gets the checkpoint's special tokens.
-
-        Raises the errors of `Texts.encode`.
-        """
+    async def _encode(
+        self,
+        prompt: str | Sequence[int] | ChatPrompt,
+        principal: Principal,
+        add_special_tokens: bool,
+    ) -> list[int]:
+        """Return a prompt's token ids, with markers in the places of images."""
         max_model_len = self._max_model_len()
         if not isinstance(prompt, str | ChatPrompt):
             limit = max_model_len - 1

@@ -22,6 +22,7 @@ from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, Wo
 from baton.processes.worker_template import Work
 from baton.text.call_arguments import read_arguments
 from baton.text.tokenizer import Tokenizer
+from router.intake.images.image_reader import ImageFile
 
 # Longer texts go to a worker: tokenizing them takes longer than the way there and back.
 SHORT_TEXT_CHARS = 4_000
@@ -38,13 +39,15 @@ class ChatPrompt:
     """A conversation to render with a chat template.
 
     Attributes:
-        messages: the messages; arguments of tool calls are the text that the model wrote.
+        messages: the messages; arguments of tool calls are the text that the model wrote. A content
+            is a text, or a list of parts: texts, and ``{"type": "image"}`` for each image.
         tools: functions that the model may call.
         template_options: additional template variables.
         continues_last: whether the output continues the last message.
         template: the client's own template; None: none.
         named_template: template of the served name, used if the client brings none; empty: the
             checkpoint's template.
+        images: files of the images, in the order of the messages.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -53,6 +56,7 @@ class ChatPrompt:
     continues_last: bool = False
     template: str | None = None
     named_template: str = ""
+    images: Sequence[ImageFile] = ()
 
 
 class Texts:
@@ -126,7 +130,7 @@ class Texts:
         """Return the token ids of a conversation; see `encode`."""
         check_num_messages(len(prompt.messages))
         _check_count("tools", len(prompt.tools), MAX_TOOLS)
-        num_chars = sum(len(message.get("content") or "") for message in prompt.messages)
+        num_chars = sum(map(_num_chars, prompt.messages))
         self._check_num_chars("messages", num_chars, max_model_len)
         try:
             frame = msgspec.json.encode(
@@ -221,6 +225,14 @@ def _parse_arguments(message: dict[str, Any]) -> None:
     """Parse the arguments of tool calls, a text in OpenAI's API, to the objects of templates."""
     for call in message.get("tool_calls") or ():
         call["function"]["arguments"] = read_arguments(call["function"]["arguments"])
+
+
+def _num_chars(message: Mapping[str, Any]) -> int:
+    """Count the characters of a message's content."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text") or "") for part in content)
 
 
 def _utf8(field: str, text: str) -> bytes:

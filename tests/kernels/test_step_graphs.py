@@ -21,7 +21,7 @@ from engine import LLM
 from engine.executors.uniproc import worker_of
 from engine.worker.cuda_graphs import StepGraphs
 from engine.worker.graph_capture import DeviceCapture
-from engine.worker.inputs.prepared_step import StagedStep
+from engine.worker.inputs.prepared_step import ReplayStep
 from engine.worker.make_runner import LoadedModel, make_model_runner
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.drafting_executor import DraftingExecutor, outputs_of
@@ -107,7 +107,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     num_drafted = 0
     replay = StepGraphs.replay
 
-    def count(self: StepGraphs, staged: StagedStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def count(self: StepGraphs, staged: ReplayStep) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal num_drafted
         sizes.append((staged.num_requests, staged.size))
         num_drafted += bool(staged.sampling.draft_token_ids)

@@ -13,7 +13,7 @@ import pytest
 from baton.api.sampling_params import SamplingParams
 from kvconnector.peer_info import PeerInfo, RankMemory, host_identity
 from kvconnector.peer_process import PeerProcess, start_time
-from kvconnector.protocol.peers import DRAIN_READS, DRAIN_S, Drains
+from kvconnector.protocol.peers import DRAIN_READS, DRAIN_S, DeadPeers
 from tests.fakes.handoff.kv_memories import manifest
 from tests.fakes.time.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
@@ -62,13 +62,13 @@ def test_blocks_of_a_dead_prefill_node_are_free_when_its_sockets_are_empty_and_n
 
 
 def test_a_drain_takes_both_reads_and_time() -> None:
-    drained = Drains()
-    drained.add_dead_peer("p", 10.0, 5)
-    drained.add_dead_peer("p", 11.0, 50)  # known already
-    assert drained.take_done(10.0 + DRAIN_S, 5 + DRAIN_READS - 1) == []
-    assert drained.take_done(9.9 + DRAIN_S, 5 + DRAIN_READS) == []
-    assert drained.take_done(10.0 + DRAIN_S, 5 + DRAIN_READS) == ["p"]
-    assert drained.take_done(1e9, 10**9) == []
+    peers = DeadPeers()
+    peers.add_dead_peer("p", 10.0, 5)
+    peers.add_dead_peer("p", 11.0, 50)  # known already
+    assert peers.take_drained(10.0 + DRAIN_S, 5 + DRAIN_READS - 1) == []
+    assert peers.take_drained(9.9 + DRAIN_S, 5 + DRAIN_READS) == []
+    assert peers.take_drained(10.0 + DRAIN_S, 5 + DRAIN_READS) == ["p"]
+    assert peers.take_drained(1e9, 10**9) == []
 
 
 def info_of(pid: int, host: str | None = None, started_at: int | None = None) -> PeerInfo:

@@ -7,7 +7,7 @@ import pytest
 from baton.link.words import AbortAll
 from baton.telemetry.ledger import BlockOwner
 from kvconnector.peer_process import PeerProcess
-from kvconnector.protocol.actions import Action, Input, Pause
+from kvconnector.protocol.actions import Action, Input, PauseEnded
 from kvconnector.protocol.messages import (
     Commit,
     Digests,
@@ -131,7 +131,7 @@ def test_a_process_that_stands_still_just_before_a_post_looks_at_its_lease(
 
     def stand_still(item: Input, now: float) -> list[Action]:
         may_post = any(t.granted and t.pieces for t in machine.transfers.values())
-        if isinstance(item, Pause) and may_post and stops:
+        if isinstance(item, PauseEnded) and may_post and stops:
             cluster.clock.advance(stops.pop())  # behind all other checks of this round
         return take(item, cluster.clock())
 
@@ -260,7 +260,7 @@ def test_a_node_that_only_waits_for_a_mask_does_not_go_idle(
     cluster = make_cluster(20, async_scheduling=asynchronous)
     cluster.place("a", 1, prompt_of(1, 4), GREEDY, alone=is_alone)
     node = cluster.d if is_alone else cluster.p
-    node._inbox.hand_over(node, node._outbox)  # type: ignore[arg-type]  # either role
+    node._inbox.deliver_commands(node, node._outbox)  # type: ignore[arg-type]  # either role
     request = node.engine.requests["a"]
     request.grammar = MissingMask()  # type: ignore[assignment]  # alike
     for _ in range(3):

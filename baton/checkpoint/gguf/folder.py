@@ -6,10 +6,12 @@ the weights. So code for model folders also reads GGUF files. Knows no contents 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.api.errors import ModelLoadError, reason_of
@@ -20,8 +22,9 @@ from baton.checkpoint.gguf.parts import linked, part_files, read_model, read_pla
 from baton.checkpoint.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 WEIGHTS = "model.gguf"
-# Version of the files that are made from a header; part of the folder's name.
-_FORM = 2
+# Code that decides what is written into a folder: this package, and the families of models.
+_PACKAGE = Path(__file__).absolute().parent
+_MAKERS = (_PACKAGE, _PACKAGE.parents[2] / "models" / "families")
 
 
 def folder_of_gguf(path: Path) -> Path:
@@ -34,7 +37,7 @@ def folder_of_gguf(path: Path) -> Path:
     file = read_places(path.absolute())
     path = file.path
     try:
-        digest = hashlib.sha256(f"{_FORM}\0{path}\0".encode())
+        digest = hashlib.sha256(f"{code_digest(_MAKERS)}\0{path}\0".encode())
         for part in file.parts:
             digest.update(_header(part, file))
         key = digest.hexdigest()[:16]
@@ -48,6 +51,16 @@ def folder_of_gguf(path: Path) -> Path:
         problem = f"its model folder cannot be written: {why} (BATON_CACHE says where it goes)"
         raise ModelLoadError(f"{path}: {problem}") from error
     return folder
+
+
+@functools.cache
+def code_digest(folders: Sequence[Path]) -> str:
+    """Return a digest of the Python files in some folders.
+
+    A folder's name contains this digest, so new code does not read what old code wrote.
+    """
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def read_folder(folder: Path) -> GgufFile:

@@ -34,7 +34,7 @@ class DraftingStep:
         request_ids: ids of the requests.
         rows, starts, num_tokens, num_known: `[num_requests]`; see `StepPlan.shares`.
         token_ids: computed tokens of all requests; see `StepPlan`.
-        behind: `[num_requests]`; see `StepPlan`.
+        next_token_ids: `[num_requests]`; see `StepPlan`.
         parameters: `[num_requests]` of `PARAMETERS`.
         block_tables: one per KV cache group, `[num_requests, max_blocks]`.
         num_held: `[num_requests]`, number of tokens that the blocks have room for.
@@ -51,7 +51,7 @@ class DraftingStep:
     num_tokens: tuple[int, ...]
     num_known: tuple[int, ...]
     token_ids: Sequence[int]
-    behind: tuple[int, ...]
+    next_token_ids: tuple[int, ...]
     parameters: npt.NDArray[np.void]
     block_tables: tuple[npt.NDArray[np.int32], ...]
     num_held: tuple[int, ...]
@@ -62,8 +62,8 @@ class DraftingStep:
 # A step whose requests are not drafted for.
 FOR_NOBODY = DraftingStep(
     num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
-    num_known=(), token_ids=(), behind=(), parameters=np.zeros(0, PARAMETERS), block_tables=(),
-    num_held=(), is_silent=True,
+    num_known=(), token_ids=(), next_token_ids=(), parameters=np.zeros(0, PARAMETERS),
+    block_tables=(), num_held=(), is_silent=True,
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ class LayersDrafting:
             num_right = end - start - (0 if own is None else len(own) - 1)
             known = [*step.token_ids[offset : offset + num_right], *(own or ())]
             if own is None and self._shift:
-                known.append(step.behind[index])
+                known.append(step.next_token_ids[index])
             self._extend(row, start, end, known, states[offset : offset + num_tokens])
             offset += num_tokens
             is_prompt = num_right > 1 or own is None or row_number in step.new_rows

@@ -1,4 +1,4 @@
-"""PreparedStep: the tensors that a step reads; StagedStep: a step staged for a replay."""
+"""PreparedStep: the tensors that a step reads; ReplayStep: a step for a captured graph's replay."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
+from engine.core.images.image_plan import StepImages
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.sampling_input import SamplingInput
-from models.base import AdapterSpan, spans_of_rows
+from models.base import AdapterSpan, ImageRows, spans_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,12 @@ class ModelInput:
     """Tensors that one forward pass of the model reads."""
 
     input_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64
+    # [num_tokens] int64, for rotation; [3, num_tokens] if they differ between three axes
+    positions: Tensor
     last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
     adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
+    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings are images'
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
         """Return the spans of some of the tokens, in places among these; ``rows`` ascend."""
@@ -38,15 +41,17 @@ class PreparedStep:
     Attributes:
         sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a request with
             drafts has several entries.
-        unknown: `(places, rows)`, int64 on the device: places in ``input_ids`` of tokens that the
-            previous step samples, and their rows in ``last_tokens``; None: all are known.
+        pending_tokens: tokens that the previous step samples, as `(places, rows)`, int64 on the
+            device: places in ``input_ids``, rows in `InputBatch.last_tokens`; None: all are known.
+        images: what the step does with images; None: nothing.
     """
 
     model: ModelInput
     sampling: SamplingInput
     prompt_rows: tuple[PromptRows, ...]
     sampling_rows: Tensor
-    unknown: tuple[Tensor, Tensor] | None
+    pending_tokens: tuple[Tensor, Tensor] | None
+    images: StepImages | None = None
 
     @property
     def has_prompts(self) -> bool:
@@ -55,14 +60,14 @@ class PreparedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedStep:
-    """A step of one token per request, staged on the host for a replay.
+class ReplayStep:
+    """A step of one token per request, which replays a captured graph.
 
-    The staged bytes are overwritten two steps later.
+    Its inputs lie in a staging buffer on the host, which is overwritten two steps later.
     """
 
     sampling: SamplingInput
     staging: int  # index of the staging buffer
     num_requests: int
-    size: int  # captured size: num_requests and padding
+    size: int  # requests of the captured graph: num_requests and padding
     num_blocks: int  # used columns of the block tables

@@ -19,11 +19,11 @@ from router.api.anthropic_messages.request import (
     dropped_tools,
 )
 from router.api.http.chat import note_effort
-from router.api.http.conversation import chat_prompt
 from router.api.http.errors import ApiError, MessageError, message_error
 from router.api.http.event_exchange import AnswerEvent, answer_in_events, as_fields
 from router.api.http.exchange import ENTRY, PRINCIPAL, SERVED, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
+from router.api.http.images.image_parts import read_chat_prompt
 from router.api.http.responses import MessageDelta, ToolCallDelta
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call
@@ -256,7 +256,7 @@ async def count_tokens(request: web.Request, options: HttpOptions) -> TokenCount
     intake.admission.check_key(request[PRINCIPAL])
     body = chat_request(given)
     with as_fields(FIELD_NAMES):
-        prompt = chat_prompt(body, served.chat_template)
+        prompt = await read_chat_prompt(request, body, served)
         return TokenCount(len(await intake.reader.tokenize_only(prompt, request[PRINCIPAL])))
 
 

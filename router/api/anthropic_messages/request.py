@@ -42,7 +42,7 @@ FIELD_NAMES = {
 }
 _Role = Literal["user", "assistant", "system"]
 _BLOCKS = {
-    "user": "text or tool_result",
+    "user": "text, image or tool_result",
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
@@ -55,11 +55,25 @@ _ELSEWHERE = {
 # Other fields of blocks, such as cache_control, signature and is_error, are ignored.
 
 
+class ImageSource(msgspec.Struct):
+    """Where an image is: in the block as base64, or at a URL.
+
+    Attributes:
+        type: ``base64`` or ``url``; files that Anthropic stores are refused.
+    """
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class Block(msgspec.Struct):
     """One block of a message; its type decides which fields are present.
 
     Attributes:
         content: a tool_result's content.
+        source: an image's source.
     """
 
     type: str
@@ -70,6 +84,7 @@ class Block(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[ContentPart] | None = None
+    source: ImageSource | None = None
 
 
 class Turn(msgspec.Struct):
@@ -189,14 +204,14 @@ class _Turn:
     """Collect consecutive blocks of one role into one message."""
 
     role: _Role
-    texts: list[ContentPart] = field(default_factory=list)
+    parts: list[ContentPart] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
 
     def message(self) -> Message:
         return Message(
             role=self.role,
-            content=list(self.texts),
+            content=list(self.parts),
             reasoning_content="\n".join(self.thoughts) or None,
             tool_calls=self.calls or None,
         )
@@ -227,7 +242,10 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
         case _, "text":
             if block.text is None:
                 raise InvalidRequestError(f"{where}.text", "is needed")
-            _last(found, role).texts.append(ContentPart("text", block.text))
+            _last(found, role).parts.append(ContentPart("text", block.text))
+        case "user", "image":
+            url = _image_url(block.source, f"{where}.source")
+            _last(found, role).parts.append(ContentPart("image_url", image_url=url))
         case "assistant", "thinking":
             _last(found, role).thoughts.append(block.thinking or "")
         case "assistant", "redacted_thinking":
@@ -241,9 +259,22 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
             _last(found, role).calls.append(call)
         case _:
             shown = block.type[:MAX_SHOWN_CHARS]
-            raise InvalidRequestError(
-                f"{where}.type", f"must be {_BLOCKS[role]}, got {shown!r}: the model reads text"
-            )
+            raise InvalidRequestError(f"{where}.type", f"must be {_BLOCKS[role]}, got {shown!r}")
+
+
+def _image_url(source: ImageSource | None, where: str) -> str:
+    """Return the URL of an image; raises InvalidRequestError."""
+    if source is None:
+        raise InvalidRequestError(where, "is needed")
+    if source.type == "url":
+        return _needed(source.url, f"{where}.url")
+    if source.type != "base64":
+        shown = source.type[:MAX_SHOWN_CHARS]
+        raise InvalidRequestError(f"{where}.type", f"must be base64 or url, got {shown!r}")
+    kind = _needed(source.media_type, f"{where}.media_type")
+    if "," in kind:
+        raise InvalidRequestError(f"{where}.media_type", "must be a media type such as image/png")
+    return f"data:{kind};base64,{_needed(source.data, f'{where}.data')}"
 
 
 def _last(found: list[_Turn | Message], role: _Role) -> _Turn:

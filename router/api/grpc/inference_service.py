@@ -23,8 +23,9 @@ from baton.wire import types as wire_types
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
+from router.intake.images.image_reader import ImageFile
 from router.intake.intake import MAX_REQUEST_ID_CHARS
-from router.intake.prompt_reader import Prompt
+from router.intake.prompt_reader import IllustratedPrompt, Prompt
 from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 from router.names.table import NameTable
@@ -138,6 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     max_model_len=one.intake.max_model_len,
                     parent=own_names[one.base] if one.adapter else "",
                     adapter=one.adapter,
+                    image_marker=one.intake.reader.image_marker,
                 )
                 for one in self._names.served_to(context.principal)
             ]
@@ -222,14 +224,57 @@ def _params_from_proto(params: types_pb2.SamplingParams) -> SamplingParams:
 def _prompt_from_proto(request: AnyPrompt, served: ServedName) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
-            return request.text
+            return _illustrated(request.text, request)
         case "token_ids":
-            return request.token_ids.ids
+            return _illustrated(request.token_ids.ids, request)
         case "chat":
-            check_num_messages(len(request.chat.messages))
-            return ChatPrompt(
-                [{"role": m.role, "content": m.content} for m in request.chat.messages],
-                named_template=served.chat_template,
-            )
+            if request.images:
+                raise InvalidRequestError("images", "of a chat belong into parts of its messages")
+            return _chat_from_proto(request.chat, served)
         case _:
             raise InvalidRequestError("prompt", "one of text, token_ids or chat is needed")
+
+
+def _illustrated(prompt: str | Sequence[int], request: AnyPrompt) -> Prompt:
+    if not request.images:
+        return prompt
+    files = (ImageFile(data, f"images[{i}]") for i, data in enumerate(request.images))
+    return IllustratedPrompt(prompt, tuple(files))
+
+
+def _chat_from_proto(chat: inference_pb2.Chat, served: ServedName) -> ChatPrompt:
+    check_num_messages(len(chat.messages))
+    images: list[ImageFile] = []
+    messages = [
+        {
+            "role": message.role,
+            "content": _content_from_proto(message, f"chat.messages[{i}]", images),
+        }
+        for i, message in enumerate(chat.messages)
+    ]
+    return ChatPrompt(messages, named_template=served.chat_template, images=images)
+
+
+def _content_from_proto(
+    message: inference_pb2.ChatMessage, field: str, images: list[ImageFile]
+) -> str | list[dict[str, str]]:
+    """Return a message's content as one text or as parts, and append its image files."""
+    if not message.parts:
+        return message.content
+    if message.content:
+        raise InvalidRequestError(f"{field}.parts", "cannot be together with content")
+    if message.role != "user":
+        raise InvalidRequestError(f"{field}.parts", "are for messages of the role user")
+    content: list[dict[str, str]] = []
+    for number, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind == "image":
+            images.append(ImageFile(part.image, f"{field}.parts[{number}]"))
+            content.append({"type": "image"})
+        elif kind == "text":
+            content.append({"type": "text", "text": part.text})
+        else:
+            raise InvalidRequestError(f"{field}.parts[{number}]", "text or image is needed")
+    if all(part["type"] == "text" for part in content):
+        return "\n".join(part["text"] for part in content)
+    return content

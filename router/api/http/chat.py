@@ -14,7 +14,6 @@ from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
     Grammars,
     asked_thinking,
-    chat_prompt,
     effort_field,
     effort_of,
     held_output,
@@ -35,6 +34,7 @@ from router.api.http.exchange import (
     terms_of,
 )
 from router.api.http.ignored_fields import note_ignored
+from router.api.http.images.image_parts import read_chat_prompt
 from router.api.http.logprobs import TokenTexts
 from router.api.http.responses import (
     AssistantMessage,
@@ -244,12 +244,13 @@ async def open_chat(
     intake.admission.check_key(request[PRINCIPAL])  # before any expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
-    prompt = await intake.reader.tokenize(
-        chat_prompt(body, served.chat_template), request[PRINCIPAL]
+    prompt = await intake.reader.read(
+        await read_chat_prompt(request, body, served), request[PRINCIPAL]
     )
+    token_ids = prompt.token_ids
     params = sampling_params(
         body,
-        max_tokens=_max_tokens(body, intake.max_model_len - len(prompt), named),
+        max_tokens=_max_tokens(body, intake.max_model_len - len(token_ids), named),
         defaults={**intake.sampling_defaults, **named.sampling},
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
@@ -258,14 +259,14 @@ async def open_chat(
     is_constrained = params.structured_output is not None
     parsers = intake.parsers
     thinking = parsers.thinking(
-        prompt,
+        token_ids,
         asked,
         is_constrained=is_constrained,
         before_calls=held is not None and not held.is_common_call,
     )
     params = dataclasses.replace(params, thinking=thinking)
     terms = terms_of(request, body, received_at)
-    context = parser_context(body, parsers.prompt_end(prompt), grammars, thinking)
+    context = parser_context(body, parsers.prompt_end(token_ids), grammars, thinking)
     shown = parsers.shown_token_ids(with_tools=bool(context.tools))
     if shown:
         text_options = dataclasses.replace(terms.text_options, shown_token_ids=shown)

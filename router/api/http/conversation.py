@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,14 @@ from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
 from router.api.http.sampling import asked_format, asks_for_output
-from router.api.http.schema import MAX_SHOWN_CHARS, ChatRequest, Message, NamedToolChoice, Tool
+from router.api.http.schema import (
+    MAX_SHOWN_CHARS,
+    ChatRequest,
+    ContentPart,
+    Message,
+    NamedToolChoice,
+    Tool,
+)
 from router.intake.answers.call_forms import Function
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import AskedThinking, OutputParsers
@@ -323,7 +330,7 @@ def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
 def _message(message: Message, field: str) -> dict[str, Any]:
     # Templates do not know OpenAI's newer name for the system role.
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _text(message, field)}
+    plain: dict[str, Any] = {"role": role, "content": _content(message, field)}
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
@@ -342,17 +349,45 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     return plain
 
 
-def _text(message: Message, field: str) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
+def is_image(part: ContentPart) -> bool:
+    """Return whether a part of a message is an image."""
+    return part.type == "image_url"
+
+
+def _content(message: Message, field: str) -> str | list[dict[str, str]]:
+    """Return a message's content as one text, or as parts if the message has images."""
+    parts = message.content
+    if parts is None or isinstance(parts, str):
+        return parts or ""
+    if message.role == "tool" or not any(map(is_image, parts)):
+        return _text(message.role, parts, field)
+    if message.role != "user":
+        raise InvalidRequestError(
+            f"{field}.content", f"must not have images in a message of the role {message.role}"
+        )
+    return [
+        {"type": "image"}
+        if is_image(part)
+        else {"type": "text", "text": _text(message.role, [part], field, number)}
+        for number, part in enumerate(parts)
+    ]
+
+
+def _text(role: str, parts: Sequence[ContentPart], field: str, first: int = 0) -> str:
+    """Join the texts of parts.
+
+    Args:
+        first: index of the first part in its message, for errors.
+    """
     texts = []
-    for i, part in enumerate(message.content):
+    for i, part in enumerate(parts, first):
         shown = part.type[:MAX_SHOWN_CHARS]
-        if message.role == "tool" and part.type != "text":
+        if role == "tool" and part.type != "text":
             texts.append(f"[{shown}: not shown, because you read text only]")
         elif part.type != "text" or part.text is None:
             raise InvalidRequestError(
-                f"{field}.content[{i}]", f"must be of type text with a text, got {shown!r}"
+                f"{field}.content[{i}]",
+                f"must be of type text with a text, or image_url, got {shown!r}",
             )
         else:
             texts.append(part.text)

@@ -188,6 +188,7 @@ class ModelObject(msgspec.Struct):
         root: digest of the adapter, or else the first name of the base model; names with equal
             roots stand for the same weights.
         parent: first name of an adapter's base model; None: the name stands for a base model.
+        input_modalities: OpenRouter's field: what prompts may hold besides text.
     """
 
     id: str
@@ -196,6 +197,7 @@ class ModelObject(msgspec.Struct):
     root: str
     parent: str | None = None
     object: str = "model"
+    input_modalities: tuple[str, ...] = ("text",)
     owned_by: str = "baton"
 
 

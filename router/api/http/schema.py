@@ -201,11 +201,27 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class ImageUrl(msgspec.Struct):
+    """The URL of an image: a data URL, or an http(s) URL of a listed host.
+
+    Attributes:
+        detail: accepted without effect, because each model has one size of images.
+    """
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content: a text or, in a user's message, an image.
+
+    Attributes:
+        image_url: the image of a part of type ``image_url``; some clients send the bare URL.
+    """
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class FunctionCall(msgspec.Struct):

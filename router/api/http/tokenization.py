@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
-from router.api.http.conversation import chat_prompt
 from router.api.http.exchange import PRINCIPAL, SERVED, HttpOptions, read_body
+from router.api.http.images.image_parts import read_chat_prompt
 from router.api.http.logprobs import TokenTexts
 from router.api.http.schema import ChatRequest, Message, Tool
 from router.intake.prompt_reader import Prompt
@@ -60,7 +60,7 @@ async def tokenize(request: web.Request, options: HttpOptions) -> Tokenized:
     intake = request[SERVED].intake
     intake.admission.check_key(request[PRINCIPAL])
     token_ids = await intake.reader.tokenize_only(
-        _prompt(body, request[SERVED].chat_template),
+        await _read_prompt(request, body),
         request[PRINCIPAL],
         add_special_tokens=body.add_special_tokens is not False,
     )
@@ -79,12 +79,13 @@ async def detokenize(request: web.Request, options: HttpOptions) -> Detokenized:
     return Detokenized(await intake.reader.decode(body.tokens))
 
 
-def _prompt(body: TokenizeRequest, named_template: str) -> Prompt:
+async def _read_prompt(request: web.Request, body: TokenizeRequest) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt", "or messages is needed, and not both")
     if body.prompt is not None:
         return body.prompt
-    return chat_prompt(
+    return await read_chat_prompt(
+        request,
         ChatRequest(
             model=body.model or "",
             messages=body.messages or [],
@@ -94,5 +95,5 @@ def _prompt(body: TokenizeRequest, named_template: str) -> Prompt:
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
         ),
-        named_template,
+        request[SERVED],
     )

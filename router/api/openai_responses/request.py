@@ -50,11 +50,18 @@ FIELD_NAMES = {
 
 
 class ItemPart(msgspec.Struct):
-    """A part of an item; only texts are supported."""
+    """A part of an item: a text, or an image of type ``input_image``.
+
+    Attributes:
+        detail: accepted without effect.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
 
 
 class InputItem(msgspec.Struct):
@@ -246,7 +253,17 @@ def _content(content: str | list[ItemPart] | None, field: str) -> str | list[Con
         return content
     if content is None:
         raise InvalidRequestError(field, "is needed")
-    return [ContentPart("text", text) for text in _texts(content, field)]
+    return [_part(part, f"{field}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: ItemPart, field: str) -> ContentPart:
+    if part.type != "input_image":
+        return ContentPart("text", _text(part, field))
+    if part.file_id is not None:
+        raise InvalidRequestError(f"{field}.file_id", "is not supported, as nothing is stored")
+    if not part.image_url:
+        raise InvalidRequestError(f"{field}.image_url", "is needed")
+    return ContentPart("image_url", image_url=part.image_url)
 
 
 def _output(output: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
@@ -270,7 +287,9 @@ def _text(part: ItemPart, field: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or text is None:
         shown = part.type[:MAX_SHOWN_CHARS]
-        raise InvalidRequestError(field, f"must be of type input_text with a text, got {shown!r}")
+        raise InvalidRequestError(
+            field, f"must be of type input_text with a text, or input_image, got {shown!r}"
+        )
     return text
 
 

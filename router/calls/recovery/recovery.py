@@ -106,7 +106,7 @@ class Recovery:
         self._choice.note_failure(prefill, decode, item, self._silent_of(attempt))
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
 
-    async def wait_for_turn(self, attempt: Attempt, error: RequestError) -> None:
+    async def wait_before_retry(self, attempt: Attempt, error: RequestError) -> None:
         """Wait until silent nodes are known to be lost or alive, and the budget allows a retry.
 
         A call is no suspect if the silent node cannot have begun the call's work; such a call does
@@ -144,7 +144,7 @@ class Recovery:
 
     # ------------------------------------------------------------------ the next one
 
-    async def wait_to_be_tried(self) -> None:
+    async def wait_while_suspect(self) -> None:
         """Wait while a suspect call must not be placed; raise PoisonRequestError for a bad one."""
         if self._suspicion is not None:
             while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time

@@ -193,6 +193,8 @@ class Suspects:
             part = text.encode(errors="replace")
             digest.update(len(part).to_bytes(8, "little") + part)
         digest.update(array("Q", call.prompt_token_ids).tobytes())
+        for span in call.image_spans:
+            digest.update(span.digest)
         return digest.hexdigest()
 
     # ------------------------------------------------------------------ losses

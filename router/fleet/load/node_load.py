@@ -104,6 +104,7 @@ class NodeLoad:
         num_blocks: size of its KV cache in blocks.
         max_model_len: longest request in tokens.
         loads_adapters: whether the node can load adapters from files.
+        encodes_images: whether the node can compute prompts with images.
         adapters: digests of the adapters in the node's memory.
         beat: the node's latest report of its load by all routers.
         num_open_requests: requests placed there by this router that have not ended.
@@ -145,6 +146,7 @@ class NodeLoad:
         self.block_size = registration.block_size
         self.max_model_len = registration.max_model_len
         self.loads_adapters = registration.loads_adapters
+        self.encodes_images = registration.encodes_images
         self.adapters: frozenset[str] = frozenset()
         self.shared = shared or SharedRates()
         self._weight = 1.0

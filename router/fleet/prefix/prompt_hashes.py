@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from baton.api.images import ImageSpan
 from baton.kv.block_hash import BlockHash, BlockHasher, ShortHash, extra_keys_of, shorten
 
 
@@ -29,12 +30,18 @@ class PromptHashes:
         token_ids: the prompt's token ids.
         cache_salt: prompts share cached blocks only if their salts are equal, as on the nodes.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
+        images: the prompt's images, in order.
     """
 
     def __init__(
-        self, token_ids: Sequence[int], cache_salt: bytes = b"", adapter: str = ""
+        self,
+        token_ids: Sequence[int],
+        cache_salt: bytes = b"",
+        adapter: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         self._token_ids = token_ids
+        self._images = images
         self._cache_salt, self._adapter = cache_salt, adapter
         self._extra_keys = extra_keys_of(cache_salt, adapter)
         self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
@@ -52,7 +59,7 @@ class PromptHashes:
             whole: list[BlockHash] = []
             if len(self._token_ids) >= kind.block_size:  # a node may report any block size
                 hasher = BlockHasher(*kind)
-                hasher.extend(whole, self._token_ids, self._extra_keys)
+                hasher.extend(whole, self._token_ids, self._extra_keys, self._images)
             hashes = self._known[kind] = shorten(whole)
         return hashes
 
@@ -60,6 +67,6 @@ class PromptHashes:
         """Return the hashes of the same prompt with another salt."""
         hashes = self._salted.get(cache_salt)
         if hashes is None:
-            hashes = PromptHashes(self._token_ids, cache_salt, self._adapter)
+            hashes = PromptHashes(self._token_ids, cache_salt, self._adapter, self._images)
             self._salted[cache_salt] = hashes
         return hashes

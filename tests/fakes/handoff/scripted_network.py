@@ -106,7 +106,7 @@ class ScriptedNetwork:
             self.messages[index] = self.said_again(message)
         else:
             del self.messages[index]
-        self._hand_over(message)
+        self._put_into_inbox(message)
 
     def said_again(self, message: ScriptedMessage) -> ScriptedMessage:
         """Seal a message's content again, as receivers drop an exact copy of a message."""
@@ -117,7 +117,7 @@ class ScriptedNetwork:
         payload = source.channels[message.target].seal(body)
         return ScriptedMessage(message.source, message.target, payload)
 
-    def _hand_over(self, message: ScriptedMessage) -> None:
+    def _put_into_inbox(self, message: ScriptedMessage) -> None:
         if message.target in self.ends:
             self.ends[message.target].inbox.append((message.source, message.payload))
 
@@ -134,7 +134,7 @@ class ScriptedNetwork:
 
     def arrive(self, index: int) -> None:
         """Let a late message arrive."""
-        self._hand_over(self.late.pop(index))
+        self._put_into_inbox(self.late.pop(index))
 
     def release(self) -> None:
         """Put late messages before all others, and delay no more messages."""

@@ -24,9 +24,12 @@ from router.api.grpc.journal import Journal, JournalOptions
 from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
 from router.fleet.node_pool import NodePool
+from router.intake.images.image_options import ImageOptions
+from router.intake.images.image_reader import ImageReader
 from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.checkpoints.image_tokenizer import image_tokenizer, rows_layout
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration, token, token_1
 from tests.fakes.router.router_scene import RecordingDispatcher
@@ -54,7 +57,7 @@ class AnsweringNode(HandNode):
 
     def __init__(self, scene: Router, role: NodeRole) -> None:
         self.scene = scene
-        super().__init__(scene.pool, make_registration(role.value, role))
+        super().__init__(scene.pool, make_registration(role.value, role, encodes_images=True))
         self.node.send = self._obey
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -91,6 +94,7 @@ class GrpcScene:
         self,
         options: JournalOptions | None = None,
         max_timeout_s: float = math.inf,
+        images: ImageOptions | None = None,
     ) -> None:
         self.address = ""
         self.pool = make_pool()
@@ -103,7 +107,14 @@ class GrpcScene:
         self.dispatcher = RecordingDispatcher(
             self.pool, LeastTokens(), Recoveries(self.pool, retries)
         )
-        intake = Intake(self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
+        intake = Intake(
+            self.dispatcher,
+            TOKENIZER if images is None else image_tokenizer(),
+            vocab_size=4096 if images is None else 4200,
+            default_timeout_s=60.0,
+            images=None if images is None else ImageReader(rows_layout(), images),
+        )
+        self.close = intake.close
         self.journal = Journal(options)
         self.names = one_base(self.dispatcher, intake)
         self.service = InferenceService(
@@ -126,9 +137,10 @@ async def served(
     limits: RpcLimits | None = None,
     max_timeout_s: float = math.inf,
     access_log: AccessLog | None = None,
+    images: ImageOptions | None = None,
 ) -> AsyncIterator[tuple[GrpcScene, AsyncClient]]:
     """Serve a scene by a real server; yield the scene and a client."""
-    scene = GrpcScene(options, max_timeout_s)
+    scene = GrpcScene(options, max_timeout_s, images)
     server = RpcServer(
         [inference_pb2.DESCRIPTOR.services_by_name["Inference"]],
         lambda one: inference_pb2_grpc.add_InferenceServicer_to_server(scene.service, one),  # type: ignore[no-untyped-call]  # generated
@@ -139,6 +151,7 @@ async def served(
     async with AsyncClient(address, api_key=api_key) as client:
         yield scene, client
     await server.stop(0)
+    scene.close()
 
 
 @contextlib.asynccontextmanager

@@ -20,6 +20,8 @@ from router.api.http_server import HttpServer
 from router.api.ui.page import StatusPage
 from router.calls.recovery.recovery import Recoveries
 from router.gate.overload import Overload
+from router.intake.images.image_options import ImageOptions
+from router.intake.images.image_reader import ImageReader
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.choice import OutputParsers
@@ -27,6 +29,7 @@ from router.names.defaults import NameDefaults
 from router.names.metrics_page import MetricsPage
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.checkpoints.image_tokenizer import image_tokenizer, rows_layout
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 from tests.fakes.router.router_scene import NO_RETRIES, RecordingDispatcher
@@ -41,6 +44,9 @@ class HttpScene:
     Attributes:
         session: an HTTP client; ``url`` is where the API is.
         headers: headers of every posted request.
+
+    Args:
+        images: limits of images; None: the model reads text only.
     """
 
     def __init__(
@@ -53,29 +59,34 @@ class HttpScene:
         sampling_defaults: Mapping[str, float | int] | None = None,
         trusts_templates: bool = False,
         served: Mapping[str, NameDefaults] | None = None,
+        images: ImageOptions | None = None,
+        encodes_images: bool = False,
         **options: Any,
     ) -> None:
         self.pool = make_pool(max_model_len=20_000)
         if pair:
-            self.prefill, self.decode = join_pair(self.pool, max_model_len=max_model_len)
+            self.prefill, self.decode = join_pair(
+                self.pool, max_model_len=max_model_len, encodes_images=encodes_images
+            )
         self.dispatcher = RecordingDispatcher(
             self.pool, LeastTokens(), Recoveries(self.pool, NO_RETRIES)
         )
         self.metrics = RouterMetrics(self.pool)
         self.intake = intake = Intake(
             self.dispatcher,
-            TOKENIZER,
-            vocab_size=4096,
+            TOKENIZER if images is None else image_tokenizer(),
+            vocab_size=4096 if images is None else 4200,
             default_timeout_s=timeout_s,
             metrics=self.metrics,
             parsers=parsers,
             sampling_defaults=sampling_defaults,
             trusts_templates=trusts_templates,
+            images=None if images is None else ImageReader(rows_layout(), images),
         )
         self.names = one_base(self.dispatcher, intake, self.metrics, name=MODEL, served=served)
         self.page = StatusPage(self.names, policy=lambda: "least_tokens", overload=Overload())
         page = MetricsPage({MODEL: self.metrics})
-        self.server = HttpServer(self.names, page, status_page=self.page, **options)
+        self.server = HttpServer(self.names, page, status_page=self.page, images=images, **options)
         self.headers: dict[str, str] = {}
         self.session: aiohttp.ClientSession
         self.url = ""
@@ -86,6 +97,7 @@ class HttpScene:
         async with aiohttp.ClientSession() as self.session:
             yield self
         await self.server.stop()
+        self.intake.close()
 
     def post(self, path: str = "/v1/completions", **body: Any) -> Awaitable[aiohttp.ClientResponse]:
         """Start a POST request, of a completion by default."""

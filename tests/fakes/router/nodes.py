@@ -83,6 +83,7 @@ def make_registration(
     max_model_len: int = 100,
     differs: Mapping[str, str] | None = None,
     loads_adapters: bool = False,
+    encodes_images: bool = False,
 ) -> NodeRegistration:
     """Make a node's registration; ``differs``: entries of its compatibility that differ."""
     return NodeRegistration(
@@ -97,6 +98,7 @@ def make_registration(
         num_blocks=max(10, max_model_len // 16),
         block_size=16,
         loads_adapters=loads_adapters,
+        encodes_images=encodes_images,
     )
 
 
@@ -142,12 +144,22 @@ class HandNode:
 
 
 def join_pair(
-    pool: NodePool, number: int = 0, *, max_model_len: int = 100
+    pool: NodePool,
+    number: int = 0,
+    *,
+    max_model_len: int = 100,
+    encodes_images: bool = False,
 ) -> tuple[HandNode, HandNode]:
     """Join a prefill and a decode node that reach each other."""
     prefill, decode = (
         HandNode(
-            pool, make_registration(f"{role.value[0]}{number}", role, max_model_len=max_model_len)
+            pool,
+            make_registration(
+                f"{role.value[0]}{number}",
+                role,
+                max_model_len=max_model_len,
+                encodes_images=encodes_images,
+            ),
         )
         for role in (NodeRole.PREFILL, NodeRole.DECODE)
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from baton.api.errors import ConfigError
+from baton.api.images import ImageSpan
 from baton.kv.block_hash import (
     CACHE_KEYS,
     DEFAULT_HASH_ALGORITHM,
@@ -243,3 +244,43 @@ def test_adapters_separate_cached_content() -> None:
     every = [hash_all(TOKENS, extra_keys=key) for key in keys]
     assert len({hashes[0] for hashes in every}) == len(keys)
     assert extra_keys_of(b"", "") == ()
+
+
+def with_images(*spans: tuple[int, int, bytes]) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
+    images = [ImageSpan(first, num, digest) for first, num, digest in spans]
+    BlockHasher(4).extend(hashes, TOKENS, (), images)
+    return hashes
+
+
+def test_a_block_is_named_after_the_images_that_lie_in_it() -> None:
+    plain, image = hash_all(TOKENS), with_images((5, 2, b"A" * 16))
+    assert with_images() == plain
+    assert image[0] == plain[0], "blocks before an image are text"
+    assert image[1] != plain[1]
+    assert image[2] != plain[2], "hashes are chained"
+    tokens = struct.pack("<4I", *TOKENS[4:8])
+    within = struct.pack("<I16si", 20, b"A" * 16, 1)
+    assert image[1] == HASH_ALGORITHMS["blake2b"](plain[0] + tokens + within)
+
+
+def test_other_images_and_other_places_of_an_image_have_other_names() -> None:
+    spans = [
+        (5, 2, b"A" * 16),
+        (5, 2, b"B" * 16),
+        (6, 2, b"A" * 16),
+        (3, 4, b"A" * 16),  # begins in the block before
+    ]
+    assert len({with_images(span)[1] for span in spans}) == 4
+    both = with_images((4, 1, b"A" * 16), (6, 1, b"B" * 16))
+    assert both[1] != with_images((4, 1, b"B" * 16), (6, 1, b"A" * 16))[1]
+    assert with_images((0, 8, b"A" * 16))[:1] == with_images((0, 4, b"A" * 16))[:1]
+
+
+def test_images_are_named_alike_however_a_prompt_is_cut() -> None:
+    images = [ImageSpan(2, 7, b"A" * 16)]
+    whole, grown = list[BlockHash](), list[BlockHash]()
+    BlockHasher(4).extend(whole, TOKENS, (), images)
+    for end in (5, 9, 12):
+        BlockHasher(4).extend(grown, TOKENS[:end], (), images)
+    assert grown == whole

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.api.errors import InvalidRequestError
+from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import (
     DecodeReceipt,
     FinishReason,
@@ -188,6 +189,7 @@ registrations = st.builds(
     link.NodeRegistration,
     node_name=texts,
     engine_id=texts,
+    encodes_images=st.booleans(),
     role=st.sampled_from(link.NodeRole),
     version=texts,
     address=texts,
@@ -362,3 +364,31 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         if "trace" in mine:  # as W3C's two headers
             mine = mine - {"trace"} | {"traceparent", "tracestate"}
         assert mine == {field.name for field in theirs.DESCRIPTOR.fields}, ours.__name__
+
+
+def with_images(*images: PromptImage) -> link.PrefillCommand:
+    return link.PrefillCommand(
+        request_id="r",
+        epoch=1,
+        prompt_token_ids=[7] * 10,
+        sampling_params=SamplingParams(),
+        timeout_s=1.0,
+        decode_engine_id="d",
+        images=images,
+    )
+
+
+def test_images_of_a_command_survive_the_wire_with_and_without_files() -> None:
+    first = PromptImage(ImageSpan(0, 4, b"a" * 16, (1, 2, 2)), bytes(range(256)))
+    second = PromptImage(ImageSpan(4, 6, b"b" * 16, (3, 1, 2)))
+    for images in ((first,), (first, second), (second,)):
+        command = with_images(*images)
+        assert wire.command_from_proto(over_the_wire(wire.command_to_proto(command))) == command
+
+
+@pytest.mark.parametrize("span", [(0, 0), (9, 2), (2**32 - 1, 1), (3, 1)])
+def test_images_that_do_not_lie_in_order_in_the_prompt_are_refused(span: tuple[int, int]) -> None:
+    before, wrong = (PromptImage(ImageSpan(*one, b"a" * 16)) for one in ((2, 3), span))
+    message = over_the_wire(wire.command_to_proto(with_images(before, wrong)))
+    with pytest.raises(InvalidRequestError, match="images: must lie in order in a prompt of 10"):
+        wire.command_from_proto(message)

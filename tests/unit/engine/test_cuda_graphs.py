@@ -25,7 +25,7 @@ from engine.worker.device_choice import check_allocator
 from engine.worker.graph_inputs import GraphInputs
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs import request_rows
-from engine.worker.inputs.prepared_step import PreparedStep, StagedStep
+from engine.worker.inputs.prepared_step import PreparedStep, ReplayStep
 from tests.fakes.engine.engine_parts import make_request
 from tests.fakes.engine.prepared_steps import attention_groups
 from tests.fakes.engine.sampling import sampling_input
@@ -81,9 +81,9 @@ def plan(*requests: Request, num_tokens: int = 1) -> StepPlan:
     return planner.plan([ScheduledRequest(request, num_tokens) for request in requests])
 
 
-def stage(batch: InputBatch, *requests: Request) -> StagedStep:
+def stage(batch: InputBatch, *requests: Request) -> ReplayStep:
     staged = batch.fill_or_stage(plan(*requests))
-    assert isinstance(staged, StagedStep)
+    assert isinstance(staged, ReplayStep)
     return staged
 
 
@@ -179,7 +179,7 @@ def test_a_decode_step_with_drafts_is_replayed_with_each_token_as_a_request() ->
     a.block_ids.append(8)
     drafting = [ScheduledRequest(a, 3, (7, 9)), ScheduledRequest(b, 1)]
     staged = batch.fill_or_stage(planner.plan(drafting))
-    assert isinstance(staged, StagedStep)
+    assert isinstance(staged, ReplayStep)
     inputs.upload(staged)
     assert (staged.num_requests, staged.size) == (4, 4)
     assert input_ids(inputs, 4) == [14, 7, 9, 13]
@@ -199,7 +199,7 @@ def test_a_decode_step_with_drafts_is_replayed_with_each_token_as_a_request() ->
     a.token_ids += [7, 8]
     a.num_computed_tokens = 6
     behind = batch.fill_or_stage(planner.plan([ScheduledRequest(a, 1)]))
-    assert isinstance(behind, StagedStep)
+    assert isinstance(behind, ReplayStep)
     assert behind.sampling.accept([5]) == {"a": (5,)}
 
 
@@ -281,8 +281,8 @@ def test_an_eager_step_names_the_tokens_it_does_not_know() -> None:
     a.add_in_flight(1)
     prepared = batch.fill(plan(b, a))
     assert prepared.model.input_ids.tolist() == [13, 0]
-    assert prepared.unknown is not None
-    places, rows = prepared.unknown
+    assert prepared.pending_tokens is not None
+    places, rows = prepared.pending_tokens
     assert places.tolist() == [1]
     assert rows.tolist() == prepared.sampling_rows.tolist()[1:]
 

@@ -158,7 +158,7 @@ def test_a_rank_that_does_not_answer_does_not_end_the_thread(
         monkeypatch.setattr(scene.transport.scratch, name, fail)
     monkeypatch.setattr(scene.transport, "forbid", fail)
     read = ReadSlot(0, "p")
-    asked: list[Action] = [LendSlot(0, "p"), Forbid("p", ("a", 1), tells=True), read]
+    asked: list[Action] = [LendSlot(0, "p"), Forbid("p", ("a", 1), wants_result=True), read]
     monkeypatch.setattr(scene.machine, "_turn", _Says(asked))
     scene.loop.submit(Drain("p"))
     wait_until(lambda: scene.machine.heard(SlotRead))

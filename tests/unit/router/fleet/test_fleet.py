@@ -71,3 +71,19 @@ def test_nodes_that_are_too_small_for_a_request_are_left_out() -> None:
     book["p0"].num_blocks, book["p0"].max_model_len = 10, 50  # in room and in what it takes at all
     assert names_of(book.fleet().with_room_for(50).prefills) == ["p0", "p1"]
     assert names_of(book.fleet().with_room_for(51).prefills) == ["p1"]
+
+
+def test_images_go_only_to_nodes_that_compute_prompts_and_encode_images() -> None:
+    book = FleetBook(2, 2)
+    fleet = Fleet(book.prefills, book.decodes, book.reach, self_prefilling=book.decodes)
+    assert not fleet.encoding_images()
+    book["p1"].encodes_images = True
+    left = fleet.encoding_images()
+    assert names_of(left.prefills) == ["p1"]
+    assert names_of(left.decodes) == ["d0", "d1"]  # they need not encode
+    assert left.self_prefilling == []
+    book["d0"].encodes_images = True
+    assert names_of(fleet.encoding_images().self_prefilling) == ["d0"]
+    for node in (book["p0"], book["d1"]):
+        node.encodes_images = True
+    assert fleet.encoding_images() is fleet

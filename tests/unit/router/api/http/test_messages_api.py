@@ -150,8 +150,16 @@ def test_reading_many_blocks_takes_time_that_grows_with_their_number() -> None:
         ({"messages": [{"role": "user", "content": []}]}, "messages: must have at least 1 block"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].type: must be text or tool_result, got 'image': the model "
-            "reads text",
+            "messages[0].content[0].source.type: is needed",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [
+                {"type": "image", "source": {"type": "url", "url": "https://a.example/a.png"}}]}]},
+            "messages: has an image, but this model reads text only",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0].type: must be text, image or tool_result, got 'document'",
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "document"}]}]},

@@ -124,7 +124,12 @@ def test_what_chats_are_sampled_with_responses_are_too(name: str, value: object)
         ({"input": [{"role": "user"}]}, "input[0].content: is needed"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]: must be of type input_text with a text, got 'input_image'",
+            "input[0].content[0].image_url: is needed",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "input[0].content[0]: must be of type input_text with a text, or input_image, got "
+            "'input_audio'",
         ),
         (
             {"input": [{"type": "item_reference", "id": "x"}]},

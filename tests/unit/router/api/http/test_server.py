@@ -266,7 +266,7 @@ async def test_what_is_no_request_of_the_api_has_an_error_in_its_shape(scene: Ht
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]: must be of type text with a text, got 'image_url'",
+            "messages[0].content[0]: has an image, but this model reads text only",
         ),
         (
             CHAT,

@@ -1,0 +1,67 @@
+"""Expand images: replace the markers of images in a prompt by the tokens of the images.
+
+    [ text | marker | text | marker | text ]  ->  [ text | image 1 | text | image 2 | text ]
+
+The chat template, or the client, writes one marker per image. Decodes no image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from baton.api.errors import InvalidRequestError
+from baton.api.images import ImageLayout, ImageSpan, PromptImage
+
+DIGEST_BYTES = 16
+SizedFile = tuple[bytes, int, int]
+"""An image file with the width and height of its image in pixels."""
+
+
+def expand_images(
+    token_ids: Sequence[int], images: Sequence[SizedFile], layout: ImageLayout
+) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Return the prompt with the tokens of its images, and where the images lie.
+
+    Args:
+        token_ids: tokens of the prompt, with one marker per image.
+        images: the images in the order of their markers.
+        layout: the model's rule for the tokens of an image.
+
+    Raises:
+        InvalidRequestError: the numbers of markers and images differ, or the model takes no image
+            of some size.
+    """
+    marker = layout.marker_token_id
+    num_markers = token_ids.count(marker)
+    if num_markers != len(images):
+        raise InvalidRequestError(
+            "images",
+            f"the prompt must have one {layout.marker} per image, got {num_markers} for "
+            f"{len(images)} images",
+        )
+    expanded: list[int] = []
+    found: list[PromptImage] = []
+    begin = 0
+    for data, width, height in images:
+        end = token_ids.index(marker, begin)
+        expanded += token_ids[begin:end]
+        begin = end + 1
+        tokens = layout.expand(width, height)
+        span = ImageSpan(
+            first=len(expanded),
+            num_tokens=len(tokens.token_ids),
+            digest=image_digest(data, layout.settings),
+            grid=tokens.grid,
+        )
+        expanded += tokens.token_ids
+        found.append(PromptImage(span, data))
+    expanded += token_ids[begin:]
+    return expanded, tuple(found)
+
+
+def image_digest(data: bytes, settings: bytes) -> bytes:
+    """Return the digest of an image file and of the settings that it is processed with."""
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES)
+    digest.update(settings)
+    return digest.digest()

@@ -1,0 +1,106 @@
+"""Read the header of an image file: its format and size, without decoding a pixel.
+
+The file comes from a client, so call this only in a process that can be killed (`read_headers` is
+the work of one). Node and router read the orientation alike, so that both see one width.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.api.errors import InvalidRequestError
+from baton.processes.worker_template import Work
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# Errors of Pillow's parsers. Their texts are not shown, because some contain addresses.
+_PARSER_ERRORS = (
+    OSError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError,
+    EOFError, struct.error,
+)  # fmt: skip
+_ORIENTATION = 0x0112  # tag of EXIF
+_FIRST_SIDEWAYS = 5  # orientations 5 to 8 swap width and height
+_FIELD = "image"
+
+
+class ImageHeader(msgspec.Struct, frozen=True):
+    """The header of an image file.
+
+    Attributes:
+        format: a name in `FORMATS`.
+        width, height: size in pixels as the image is shown, after its orientation is applied.
+    """
+
+    format: str
+    width: int
+    height: int
+
+
+def read_header(data: bytes) -> ImageHeader:
+    """Return the header of an image file.
+
+    Raises:
+        InvalidRequestError: the file is no image of a known format, or has several frames.
+    """
+    from PIL import Image  # late, because it takes a while to import
+
+    Image.MAX_IMAGE_PIXELS = None  # the reader has limits of its own
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            Image.open(io.BytesIO(data), formats=FORMATS) as image,
+        ):
+            return _header_of(image)
+    except InvalidRequestError:
+        raise
+    except _PARSER_ERRORS:
+        raise _refused(
+            f"the image must be a whole {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
+        ) from None
+
+
+def _header_of(image: Image.Image) -> ImageHeader:
+    # A phone's JPEG may hold previews besides the picture, which comes first.
+    is_jpeg = image.format in ("JPEG", "MPO")
+    if not is_jpeg and getattr(image, "is_animated", False):
+        raise _refused("the image is animated: send one picture")
+    width, height = image.size
+    if orientation_of(image) >= _FIRST_SIDEWAYS:
+        width, height = height, width
+    return ImageHeader("JPEG" if is_jpeg else str(image.format), width, height)
+
+
+def orientation_of(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image that is not decoded yet, 1 to 8; 1: upright.
+
+    Metadata behind the pixels does not count: reading them would decode the image.
+    """
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    found = image.getexif().get(_ORIENTATION, 1)
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def make_work(options: Mapping[str, str]) -> Work:
+    """Return the function that reads a header; called in a worker template."""
+    from PIL import Image
+
+    Image.preinit()
+    Image.init()  # load the parsers once, in the template
+    return _work
+
+
+def _work(data: bytes) -> bytes:
+    return msgspec.json.encode(read_header(data))
+
+
+def _refused(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(_FIELD, problem)

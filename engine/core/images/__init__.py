@@ -1,0 +1,1 @@
+"""Images for the scheduler: which encodings exist, and which images a step encodes. No torch."""

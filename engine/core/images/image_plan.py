@@ -1,0 +1,60 @@
+"""The images of one step, in plain values that can go to a worker in another process."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PixelArray(msgspec.Struct, frozen=True, gc=False):
+    """One array of an image's pixel values.
+
+    Attributes:
+        name: the array's name, as the model's image processor calls it.
+        dtype: numpy's name of the numbers' type.
+        data: the numbers, in C order.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class EncodeImage(msgspec.Struct, frozen=True):
+    """Encode an image, and keep the encoding.
+
+    Attributes:
+        digest: name of the encoding.
+        num_embeddings: rows that the encoding must have.
+    """
+
+    digest: bytes
+    num_embeddings: int
+    pixels: tuple[PixelArray, ...]
+
+
+class PlacedImage(msgspec.Struct, frozen=True):
+    """Replace the embeddings of some of a step's tokens by a part of an encoding.
+
+    Attributes:
+        rows: places of the tokens in the step, ascending.
+        first: row of the encoding for the first of these tokens; the others follow.
+    """
+
+    digest: bytes
+    rows: list[int]
+    first: int
+
+
+class StepImages(msgspec.Struct, frozen=True):
+    """All that a step does with images.
+
+    Attributes:
+        forget: encodings to drop first.
+        encode: images to encode after that.
+        placed: encodings that the forward reads.
+    """
+
+    forget: tuple[bytes, ...] = ()
+    encode: tuple[EncodeImage, ...] = ()
+    placed: tuple[PlacedImage, ...] = ()

@@ -1,0 +1,219 @@
+"""ImageSteps: the images of each step: chunks wait for encodings, and encodings have a budget.
+
+    prompt    [ text | image 1 ....... | text | image 2 ....... | text ]
+                  computed ...|<- chunk ------->|
+                                            ^ image 2 has no encoding, and the step cannot make it:
+                                              the chunk ends here
+
+A chunk that enters an image needs the encoding: from the cache, or made in the chunk's own step. A
+chunk may end within an image, as attention is causal. The encoding is then held until the image's
+last token has been computed.
+Refuses to know: tensors, how requests are chosen.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from baton.api.images import ImageSpan
+from engine.core.images.encoder_cache import EncoderCache
+from engine.core.images.image_plan import EncodeImage, PlacedImage, StepImages
+from engine.core.images.prompt_images import PromptImages
+from engine.core.metrics import EngineCounters
+from engine.core.outputs import ScheduledRequest
+from engine.core.request import Request
+
+
+class ImageSteps:
+    """Chooses the images that each step encodes.
+
+    Args:
+        cache_tokens: tokens of all encodings that the workers keep; 0: the model takes no images.
+        max_encoder_tokens: most tokens of the images that one step encodes. One image may have
+            more.
+        counters: counts encoded images and hits.
+
+    Attributes:
+        cache: the workers' encodings.
+        wanted: images whose pixel values must be made once more; the reader empties the list.
+    """
+
+    def __init__(
+        self, cache_tokens: int, max_encoder_tokens: int, counters: EngineCounters
+    ) -> None:
+        self.cache = EncoderCache(cache_tokens)
+        self.wanted: list[PromptImages] = []
+        self._max_encoder_tokens, self._counters = max_encoder_tokens, counters
+        self._num_tokens_left = max_encoder_tokens
+        self._encodes_any = False
+        self._num_open = 0  # requests with images
+        self._computed: list[tuple[bytes, tuple[str, int]]] = []  # released in the next step
+        # Changes since the latest plan. A scheduled step may be given up before it is planned.
+        self._encode: dict[bytes, EncodeImage] = {}
+        self._forget: list[bytes] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a step may concern images; False saves most steps all work."""
+        return bool(self._num_open or self._forget)
+
+    # ------------------------------------------------------------------ requests
+
+    def register(self, request: Request) -> None:
+        """Note that a request with images has come."""
+        assert request.images is not None
+        self._num_open += 1
+        request.images.add_user(request.request_id)
+
+    def leave_batch(self, request: Request) -> None:
+        """Release the encodings of a preempted or ending request."""
+        self.cache.release_all(request.request_id)
+
+    def unregister(self, request: Request) -> None:
+        """Note that a request with images has ended."""
+        assert request.images is not None
+        self._num_open -= 1
+        request.images.remove_user(request.request_id)
+
+    def start_again(self, request: Request) -> None:
+        """Let the pixel values of a preempted request be made again, if they are gone."""
+        assert request.images is not None
+        request.images.add_user(request.request_id)
+        if request.images.awaits_pixels:
+            self.wanted.append(request.images)
+
+    def note_computed(self, request: Request) -> None:
+        """Drop pixel values that no open request needs; call when prompt tokens are computed."""
+        images = request.images
+        assert images is not None
+        if request.num_computed_tokens >= images.end:
+            images.remove_user(request.request_id)
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self) -> None:
+        """Begin to schedule a step; release what the steps before have computed."""
+        for digest, holder in self._computed:
+            self.cache.release(digest, holder)
+        self._computed.clear()
+        # A step that was given up may have left images to encode.
+        for digest in [digest for digest in self._encode if not self.cache.is_held(digest)]:
+            self.cache.remove(digest)
+            del self._encode[digest]
+        self._num_tokens_left = self._max_encoder_tokens
+        self._num_tokens_left -= sum(map(self.cache.size_of, self._encode))
+        self._encodes_any = bool(self._encode)
+
+    def limit(self, request: Request, num_tokens: int) -> int:
+        """Return how many of a request's next ``num_tokens`` tokens this step can compute."""
+        start = request.num_computed_tokens + request.num_tokens_in_flight
+        needed: dict[bytes, int] = {}  # sizes of the images to encode
+        used: list[bytes] = []
+        if request.images is None or start >= request.images.end:
+            return num_tokens
+        for span in _spans_between(request, start, start + num_tokens):
+            used.append(span.digest)
+            if span.digest not in self.cache:
+                needed[span.digest] = span.num_tokens
+            if not needed:
+                continue
+            num_needed = sum(needed.values())
+            is_first = not self._encodes_any and len(needed) == 1
+            in_budget = is_first or num_needed <= self._num_tokens_left
+            if not in_budget or not self.cache.has_room(num_needed, used):
+                return max(span.first - start, 0)
+        return num_tokens
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Add a request's next tokens to the step; `limit` has allowed them."""
+        images = request.images
+        assert images is not None
+        start = request.num_computed_tokens + request.num_tokens_in_flight
+        end = start + num_tokens
+        missing: list[int] = []
+        for index, span in enumerate(images.spans):
+            if span.end <= start or span.first >= end:
+                continue
+            holder = (request.request_id, span.first)
+            if not self.cache.hold(span.digest, holder):
+                missing.append(index)
+            elif span.first >= start:
+                self._counters.encoder_cache_hits += 1
+            if span.end <= end:
+                self._computed.append((span.digest, holder))
+        for index in missing:  # last, as these may take the room of encodings that nobody holds
+            span = images.spans[index]
+            holder = (request.request_id, span.first)
+            if not self.cache.hold(span.digest, holder):  # the prompt may have an image twice
+                self._encode_image(images, index, holder)
+
+    def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepImages | None:
+        """Return what the step does with images; None: nothing. Call once per planned step."""
+        placed: list[PlacedImage] = []
+        row = 0  # of the request's first token in the step
+        for item in scheduled:
+            request, num_tokens = item.request, item.num_scheduled_tokens
+            if request.images is not None:
+                start = request.num_computed_tokens + request.num_tokens_in_flight
+                placed += _placed(request.images, start, start + num_tokens, row - start)
+            row += num_tokens
+        if not placed and not self._encode and not self._forget:
+            return None
+        step = StepImages(tuple(self._forget), tuple(self._encode.values()), tuple(placed))
+        self._encode.clear()
+        self._forget.clear()
+        return step
+
+    def note_failed(self, digest: bytes) -> None:
+        """Drop an encoding that the workers could not make; all requests that need it must end."""
+        self.cache.remove(digest)
+        self._encode.pop(digest, None)
+        self._forget.append(digest)  # a step in flight may have made it once more
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert the invariants; for tests and debug runs.
+
+        Args:
+            requests: all requests that have not ended.
+        """
+        self.cache.check()
+        assert self._num_open == sum(request.images is not None for request in requests)
+        assert set(self._encode) <= set(self.cache)
+        assert not set(self._forget) & (set(self.cache) - set(self._encode))
+
+    def _encode_image(self, images: PromptImages, index: int, holder: tuple[str, int]) -> None:
+        span = images.spans[index]
+        assert images.pixels is not None, "a request without pixel values is not scheduled"
+        for digest in self.cache.add(span.digest, span.num_tokens, holder):
+            if self._encode.pop(digest, None) is None:  # else no worker has heard of it
+                self._forget.append(digest)
+        self._encode[span.digest] = EncodeImage(
+            span.digest, len(images.places[index]), images.pixels[span.digest].arrays
+        )
+        self._num_tokens_left -= span.num_tokens
+        self._encodes_any = True
+        self._counters.images_encoded += 1
+
+
+def _spans_between(request: Request, start: int, end: int) -> list[ImageSpan]:
+    """Return the images that have tokens among a prompt's tokens from ``start`` up to ``end``."""
+    assert request.images is not None
+    return [span for span in request.images.spans if span.first < end and span.end > start]
+
+
+def _placed(images: PromptImages, start: int, end: int, shift: int) -> list[PlacedImage]:
+    """Return the encodings that tokens from ``start`` up to ``end`` of a prompt read.
+
+    Args:
+        shift: place of a token in the step, less its position in the prompt.
+    """
+    placed = []
+    for span, places in zip(images.spans, images.places, strict=True):
+        if span.end <= start or span.first >= end:
+            continue
+        first, last = bisect_left(places, start), bisect_left(places, end)
+        if first < last:
+            rows = [place + shift for place in places[first:last]]
+            placed.append(PlacedImage(span.digest, rows, first))
+    return placed

@@ -1,0 +1,216 @@
+"""PixelMaker: makes the pixel values of prompts' images, outside the step loop.
+
+    image file --> media process (decodes, scales, cuts tiles) --> pixel values --> the request
+                   may die; bounded time and memory                                 gets in line
+
+Prompts take their turns in order of arrival. Prompts with one image share its pixel values. Few
+prompts have pixel values at a time, as an image has many more bytes then than in its file.
+Refuses to know: queues of requests, steps, encoders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
+from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+from engine.core.images.prompt_images import ImagePixels, PromptImages
+from engine.images.media_work import read_answer
+
+logger = logging.getLogger(__name__)
+
+# A photograph of 50 megapixels takes some seconds, and memory for its numbers several times.
+LIMITS = WorkLimits(cpu_s=20.0, wall_s=60.0, memory_bytes=3 * 2**30)
+# No more images are processed while the pixel values of open prompts take this much memory.
+MAX_OPEN_BYTES = 2**30
+# Pixel values that are kept for later prompts with the same image.
+MAX_KEPT_BYTES = 256 * 2**20
+PROCESSOR = "models.vision.preprocess:Preprocessor"
+_WORK = "engine.images.media_work:make_work"
+
+Outcome = ImagePixels | BatonError
+
+
+class PixelMaker:
+    """Makes pixel values with a checkpoint's image processor.
+
+    All methods are for one thread, the engine's; media processes do the work.
+
+    Args:
+        model_folder: the checkpoint's folder.
+        processor: class that processes files, as ``module:name``.
+        limits: limits of the work on one image.
+
+    Attributes:
+        on_ready: called, on any thread, when `take_ready` has something new.
+    """
+
+    def __init__(
+        self, model_folder: Path, processor: str = PROCESSOR, limits: WorkLimits = LIMITS
+    ) -> None:
+        self.on_ready: Callable[[], None] = lambda: None
+        options = {"folder": str(model_folder), "processor": processor}
+        self._workers = WorkerProcesses(_WORK, options, limits)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: deque[PromptImages] = deque()
+        self._making: dict[bytes, list[PromptImages]] = {}  # prompts that wait, by digest
+        self._gathered: dict[PromptImages, dict[bytes, ImagePixels]] = {}
+        self._results: deque[tuple[bytes, Outcome]] = deque()  # written by the loop's thread
+        self._has_answered = threading.Event()
+        self._ready: deque[tuple[PromptImages, BatonError | None]] = deque()
+        self._alive: weakref.WeakValueDictionary[bytes, ImagePixels] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[bytes, ImagePixels] = OrderedDict()  # used last is last
+
+    def start(self) -> None:
+        """Start the media processes, so that the first image does not wait for them.
+
+        Raises:
+            NodeUnavailableError: the processes cannot be started.
+            RuntimeError: no thread is left.
+        """
+        asyncio.run_coroutine_threadsafe(self._start_workers(), self._start_loop()).result()
+
+    def submit(self, images: PromptImages) -> None:
+        """Make the pixel values of a prompt; `take_ready` returns the prompt later."""
+        self._waiting.append(images)
+        self._begin_more()
+
+    def take_ready(self) -> list[tuple[PromptImages, BatonError | None]]:
+        """Return the prompts that have pixel values since the last call, or an error."""
+        while self._results:
+            self._share(*self._results.popleft())
+        if self._waiting:
+            self._begin_more()
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a submitted prompt has not been returned yet."""
+        return bool(self._waiting or self._gathered or self._ready)
+
+    def wait(self) -> None:
+        """Wait until a media process has answered, if any is at work."""
+        if self._making and not self._results:
+            self._has_answered.wait()
+        self._has_answered.clear()
+
+    def close(self) -> None:
+        """End the media processes."""
+        self._workers.close()
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _begin_more(self) -> None:
+        """Begin the prompts that wait, while there is memory."""
+        while self._waiting and self._open_bytes() < MAX_OPEN_BYTES:
+            images = self._waiting.popleft()
+            if not images.users:  # all its requests have ended
+                continue
+            self._gathered[images] = {}
+            for digest, file in images.files.items():
+                pixels = self._alive.get(digest)
+                if pixels is not None:
+                    self._gathered[images][digest] = pixels
+                elif digest in self._making:
+                    self._making[digest].append(images)
+                else:
+                    self._making[digest] = [images]
+                    self._begin(digest, file)
+            self._finish_if_all(images)
+
+    def _begin(self, digest: bytes, file: bytes) -> None:
+        try:
+            loop = self._start_loop()
+        except RuntimeError as error:
+            self._results.append((digest, OverloadedError(f"images: {error}")))
+            return
+        asyncio.run_coroutine_threadsafe(self._make(digest, file), loop)
+
+    def _open_bytes(self) -> int:
+        return sum(
+            pixels.num_bytes for digest, pixels in self._alive.items() if digest not in self._kept
+        )
+
+    def _share(self, digest: bytes, outcome: Outcome) -> None:
+        """Give an image's pixel values to all prompts that wait for them."""
+        prompts = self._making.pop(digest)
+        if isinstance(outcome, ImagePixels):
+            self._alive[digest] = outcome
+            self._keep(digest, outcome)
+        for images in prompts:
+            gathered = self._gathered.get(images)
+            if gathered is None:  # another of its images has failed
+                continue
+            if isinstance(outcome, BatonError):
+                del self._gathered[images]
+                self._ready.append((images, _error_of(images, digest, outcome)))
+            else:
+                gathered[digest] = outcome
+                self._finish_if_all(images)
+
+    def _finish_if_all(self, images: PromptImages) -> None:
+        if len(self._gathered[images]) == len(images.files):
+            images.pixels = self._gathered.pop(images)
+            self._ready.append((images, None))
+
+    def _keep(self, digest: bytes, pixels: ImagePixels) -> None:
+        """Keep pixel values for later prompts, and drop those used longest ago."""
+        self._kept[digest] = pixels
+        self._kept.move_to_end(digest)
+        num_bytes = sum(one.num_bytes for one in self._kept.values())
+        while num_bytes > MAX_KEPT_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            num_bytes -= dropped.num_bytes
+
+    # ------------------------------------------------------------------ on the loop's thread
+
+    async def _start_workers(self) -> None:
+        self._workers.start()
+
+    async def _make(self, digest: bytes, file: bytes) -> None:
+        outcome: Outcome
+        try:
+            outcome = ImagePixels(read_answer(await self._workers.run(file)))
+        except WorkLimitError:
+            limits = self._workers.limits
+            most = f"{limits.cpu_s:g} s and {limits.memory_bytes >> 20} MiB of memory"
+            outcome = InvalidRequestError("image", f"cannot be decoded within {most}")
+        except BatonError as error:
+            outcome = error
+        except (OSError, RuntimeError) as error:
+            outcome = OverloadedError(f"images: {error}")
+        self._results.append((digest, outcome))
+        self._has_answered.set()
+        self.on_ready()
+
+    def _start_loop(self) -> asyncio.AbstractEventLoop:
+        """Start the event loop's thread unless it runs; it ends with this object."""
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="pixels", daemon=True)
+            thread.start()
+            weakref.finalize(self, _stop, loop, thread)
+            self._loop = loop
+        return self._loop
+
+
+def _error_of(images: PromptImages, digest: bytes, error: BatonError) -> BatonError:
+    """Return an error that names the image's place in the prompt; requests share no error."""
+    if not isinstance(error, InvalidRequestError):
+        return error
+    index = next(i for i, span in enumerate(images.spans) if span.digest == digest)
+    return InvalidRequestError(f"images[{index}]", error.problem)
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

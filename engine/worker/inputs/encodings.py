@@ -1,0 +1,87 @@
+"""Encodings: a worker's encodings of images, and the rows of a step that read them.
+
+Refuses to know: prompts, when an encoding may be dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.images.image_plan import EncodeImage, PixelArray, PlacedImage, StepImages
+from models.base import CausalLM, ImageEncoder, ImageRows
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImages:
+    """What a step found out about its images.
+
+    Attributes:
+        rows: rows of the step that read encodings.
+        failed: digests of images that were not encoded, and why.
+        seconds: time spent on encoding.
+    """
+
+    rows: tuple[ImageRows, ...] = ()
+    failed: Mapping[bytes, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Encodings:
+    """Encodes images and keeps the results, as plans say. Used by one thread at a time.
+
+    Args:
+        model: the model, with its encoder of images.
+        device: device of the model.
+    """
+
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._kept: dict[bytes, Tensor] = {}  # each [num_embeddings, width]
+
+    def __len__(self) -> int:
+        """Return the number of kept encodings."""
+        return len(self._kept)
+
+    def read(self, step: StepImages) -> ReadImages:
+        """Drop and make encodings; return the parts that the step's forward reads."""
+        for digest in step.forget:
+            self._kept.pop(digest, None)  # missing: it could not be made
+        began_at = time.monotonic()
+        failed = dict[bytes, str]()
+        for image in step.encode:
+            if problem := self._encode(image):
+                failed[image.digest] = problem
+        seconds = time.monotonic() - began_at if step.encode else 0.0
+        # A request whose image has failed ends after this step.
+        placed = [one for one in step.placed if one.digest in self._kept]
+        return ReadImages(tuple(map(self._rows_of, placed)), failed, seconds)
+
+    def _encode(self, image: EncodeImage) -> str:
+        """Encode an image; return why that failed, or an empty text."""
+        encoder: ImageEncoder | None = getattr(self._model, "vision", None)
+        if encoder is None:
+            return "this model has no encoder of images"
+        pixels = {array.name: self._to_tensor(array) for array in image.pixels}
+        embeddings = encoder.encode(pixels)  # [num_embeddings, width]
+        if len(embeddings) != image.num_embeddings:
+            found, wanted = len(embeddings), image.num_embeddings
+            return f"the encoder made {found} embeddings, but the prompt has room for {wanted}"
+        if not bool(embeddings.isfinite().all()):
+            return "its encoding has NaN or infinite numbers"
+        self._kept[image.digest] = embeddings
+        return ""
+
+    def _rows_of(self, placed: PlacedImage) -> ImageRows:
+        embeddings = self._kept[placed.digest][placed.first : placed.first + len(placed.rows)]
+        return ImageRows(torch.tensor(placed.rows, device=self._device), embeddings)
+
+    def _to_tensor(self, array: PixelArray) -> Tensor:
+        """Return an array's numbers on the device, in their own dtype."""
+        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)  # torch needs it writable
+        return torch.from_numpy(numbers).reshape(array.shape).to(self._device)

@@ -1,0 +1,40 @@
+"""Data URLs: decode the images that clients put into their requests as base64."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+from baton.api.errors import InvalidRequestError
+from router.intake.images.image_options import ImageOptions
+
+SCHEME = "data:"
+_MAX_HEAD_CHARS = 128  # of the media type and its parameters
+_BASE64 = ";base64"
+
+
+def is_data_url(url: str) -> bool:
+    """Return whether a URL has its content in itself."""
+    return url[: len(SCHEME)].lower() == SCHEME
+
+
+def decode_data_url(url: str, field: str, options: ImageOptions, num_before: int) -> bytes:
+    """Return the file in a data URL; its size is checked before it is decoded.
+
+    Args:
+        field: the client's field that has the URL.
+        num_before: bytes of the request's images before this one.
+
+    Raises:
+        InvalidRequestError: the URL is no image in base64, or too large.
+    """
+    head, comma, text = url[len(SCHEME) :].partition(",")
+    is_short = bool(comma) and len(head) <= _MAX_HEAD_CHARS
+    kind = head.lower().replace(" ", "")
+    if not (is_short and kind.startswith("image/") and kind.endswith(_BASE64)):
+        raise InvalidRequestError(field, "must be a URL of the form data:image/png;base64,...")
+    options.check_bytes(field, len(text) * 3 // 4 or len(text), num_before)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequestError(field, "has no valid base64 behind the comma") from None

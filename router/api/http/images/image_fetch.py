@@ -1,0 +1,114 @@
+"""ImageFetcher: gets images by URL from listed hosts, bounded in size, time and number.
+
+Connects to the addresses that `ImageHosts` checked and to no others. Follows no redirect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from baton.api.errors import InvalidRequestError
+from router.api.http.images.image_hosts import ImageHosts, PinnedUrl
+from router.intake.images.image_options import ImageOptions
+
+MAX_FETCHES = 16  # at once, of all callers
+_PIECE_BYTES = 2**16
+_MAX_HEADER_BYTES = 8_190
+_HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-Encoding": "identity"}
+
+
+class _Pinned(AbstractResolver):
+    """Resolve every name to the checked addresses."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in self._addresses
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+class ImageFetcher:
+    """Fetch the images that requests name by URL.
+
+    Raises ConfigError if ``options.image_hosts`` has an entry that is no host.
+    """
+
+    def __init__(self, options: ImageOptions | None = None) -> None:
+        self.options = options or ImageOptions()
+        self._hosts = ImageHosts(self.options.image_hosts)
+        self._turns = asyncio.Semaphore(MAX_FETCHES)
+
+    async def fetch(self, url: str, field: str, num_before: int = 0) -> bytes:
+        """Return the file at a URL.
+
+        Args:
+            field: the client's field that has the URL, for errors.
+            num_before: bytes of the request's images before this one.
+
+        Raises:
+            InvalidRequestError: the URL may not be fetched, or the file did not come as a whole
+                within its limits.
+        """
+        if not self._hosts:
+            raise InvalidRequestError(
+                field, "must be a data URL: this server fetches no images (--image-hosts)"
+            )
+        timeout_s = self.options.image_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), self._turns:
+                pinned = await self._hosts.resolve(url, field)
+                return await self._get(pinned, field, num_before)
+        except TimeoutError:
+            raise InvalidRequestError(
+                field, f"the image did not come within {timeout_s:g} s"
+            ) from None
+        except (aiohttp.ClientError, OSError):
+            raise InvalidRequestError(field, "the image could not be fetched") from None
+
+    async def _get(self, pinned: PinnedUrl, field: str, num_before: int) -> bytes:
+        connector = aiohttp.TCPConnector(
+            resolver=_Pinned(pinned.addresses), use_dns_cache=False, force_close=True
+        )
+        async with (
+            aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # a few bytes could inflate to gigabytes
+                trust_env=False,  # a proxy would connect elsewhere
+                max_line_size=_MAX_HEADER_BYTES,
+                max_field_size=_MAX_HEADER_BYTES,
+            ) as session,
+            session.get(pinned.url, headers=_HEADERS, allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise InvalidRequestError(field, f"the host answered with {response.status}")
+            if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise InvalidRequestError(field, "the host sent a compressed answer")
+            if response.content_length is not None:
+                self.options.check_bytes(field, response.content_length, num_before)
+            data = bytearray()
+            async for piece in response.content.iter_chunked(_PIECE_BYTES):
+                data += piece
+                self.options.check_bytes(field, len(data), num_before)
+            self.options.check_bytes(field, len(data), num_before)
+            return bytes(data)

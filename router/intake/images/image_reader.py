@@ -1,0 +1,122 @@
+"""ImageReader: checks the image files of a prompt and expands the prompt by their tokens.
+
+Headers are read in worker processes, because a file may kill its parser. No pixel is decoded here;
+the node that computes the prompt does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton.api.errors import InvalidRequestError
+from baton.api.images import ImageLayout, PromptImage
+from baton.media.expand import SizedFile, expand_images
+from baton.media.image_header import ImageHeader
+from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+from router.intake.images.image_options import ImageOptions
+
+# Pillow needs two canvases of 4 bytes per pixel to read the header of a WebP file.
+_BYTES_PER_PIXEL = 8
+_LIMITS = {"cpu_s": 1.0, "wall_s": 20.0}
+_read_answer = msgspec.json.Decoder(ImageHeader).decode
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """An image file of a request.
+
+    Attributes:
+        field: the client's field that has the image, for errors.
+    """
+
+    data: bytes = field(repr=False)
+    field: str
+
+
+class ImageReader:
+    """Read the images of one base model's requests. Belongs to one event loop.
+
+    Args:
+        layout: the model's rule for the tokens of an image.
+
+    Attributes:
+        layout, options: see the arguments.
+    """
+
+    def __init__(self, layout: ImageLayout, options: ImageOptions | None = None) -> None:
+        self.layout = layout
+        self.options = options or ImageOptions()
+        limits = WorkLimits(
+            **_LIMITS,
+            memory_bytes=64 * 2**20
+            + 2 * self.options.max_image_bytes
+            + _BYTES_PER_PIXEL * self.options.max_image_pixels,
+        )
+        work = "baton.media.image_header:make_work"
+        self._workers = WorkerProcesses(work, {}, limits, num_workers=2)
+
+    def start(self) -> None:
+        """Start the worker processes, so that the first image does not wait for them."""
+        self._workers.start()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._workers.close()
+
+    async def read_sizes(self, files: Sequence[ImageFile], *, caller: str = "") -> list[SizedFile]:
+        """Return the files with the sizes of their images.
+
+        Args:
+            caller: the tenant whose files these are.
+
+        Raises:
+            InvalidRequestError: a file is no image that is accepted, or exceeds a limit.
+            OverloadedError, NodeUnavailableError: raised by `WorkerProcesses.run`.
+        """
+        self.options.check_count(files[-1].field, len(files))
+        num_before = 0
+        for file in files:
+            self.options.check_bytes(file.field, len(file.data), num_before)
+            num_before += len(file.data)
+        sized = []
+        for file in files:
+            header = await self._read_header(file, caller)
+            self.options.check_size(file.field, header.width, header.height)
+            sized.append((file.data, header.width, header.height))
+        return sized
+
+    async def expand(
+        self, token_ids: Sequence[int], sized: Sequence[SizedFile]
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return a prompt with the tokens of its images; see `expand_images`."""
+        # In a thread, because hashing releases the GIL: 16 MiB take 20 ms.
+        return await asyncio.to_thread(expand_images, token_ids, sized, self.layout)
+
+    async def _read_header(self, file: ImageFile, caller: str) -> ImageHeader:
+        try:
+            return _read_answer(await self._workers.run(file.data, caller=caller))
+        except InvalidRequestError as error:
+            raise error.of_field(file.field) from None
+        except WorkLimitError as error:
+            raise InvalidRequestError(file.field, f"the image {error} to be read") from None
+
+
+def check_markers(messages: Sequence[Mapping[str, Any]], layout: ImageLayout) -> None:
+    """Raise InvalidRequestError if a text has a marker, which could move another image.
+
+    Args:
+        messages: the messages of a conversation, with contents of texts or parts.
+    """
+    for index, message in enumerate(messages):
+        content = message.get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        if any(layout.marker in (part.get("text") or "") for part in parts):
+            raise InvalidRequestError(
+                f"messages[{index}].content",
+                f"must not have {layout.marker}, which stands for an image",
+            )

@@ -1,0 +1,204 @@
+"""An image that stands for tokens is answered like these tokens: chunks, caches, preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from baton.api.errors import InvalidRequestError
+from baton.api.images import ImageSpan, PromptImage
+from baton.api.sampling_params import SamplingParams
+from engine.core.request import Request
+from engine.engine import Engine
+from engine.executors.uniproc import worker_of
+from tests.fakes.engine.demo_engine import load_demo
+from tests.fakes.images.fake_images import (
+    FakeEncoder,
+    file_of,
+    images_of,
+    pixels_of,
+    prompt_with,
+)
+
+A, B = file_of(range(100, 121)), file_of(range(300, 305))
+PROMPT: list[Sequence[int] | bytes] = [range(20, 30), A, range(40, 44), B, range(50, 57)]
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = load_demo(max_num_batched_tokens=64, max_num_requests=8, block_size=4)
+    yield engine
+    engine.close()
+
+
+def encoder_of(engine: Engine) -> FakeEncoder:
+    model = worker_of(engine.executor).runner._model
+    if getattr(model, "vision", None) is None:
+        model.vision = FakeEncoder(model.model.embed_tokens)  # type: ignore[attr-defined]
+    encoder: FakeEncoder = model.vision  # type: ignore[attr-defined]
+    return encoder
+
+
+def as_text(parts: Sequence[Sequence[int] | bytes]) -> list[int]:
+    """Return the prompt with the tokens that its images stand for."""
+    token_ids: list[int] = []
+    for part in parts:
+        token_ids += map(int, part.split(b",")) if isinstance(part, bytes) else part
+    return token_ids
+
+
+def request_of(
+    name: str, parts: Sequence[Sequence[int] | bytes], params: SamplingParams = GREEDY
+) -> Request:
+    token_ids, images = prompt_with(parts)
+    of_prompt = images_of(images, token_ids) if images else None
+    if of_prompt is not None:
+        of_prompt.pixels = {d: pixels_of(data) for d, data in of_prompt.files.items()}
+    return Request.create(
+        name,
+        token_ids,
+        params,
+        seed=0,
+        eos_token_ids=frozenset(),
+        max_model_len=120,
+        images=of_prompt,
+    )
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        result = engine.step()
+        engine.check()
+        for output in result.outputs:
+            outputs[output.request_id] += output.token_ids
+        make_wanted(engine)
+    return outputs
+
+
+def make_wanted(engine: Engine) -> None:
+    """Decode the images of preempted requests once more."""
+    wanted = engine._scheduler.images.wanted
+    while wanted:
+        images = wanted.pop()
+        images.pixels = {digest: pixels_of(data) for digest, data in images.files.items()}
+        engine._scheduler.set_pixels(images)
+
+
+def expected(parts: Sequence[Sequence[int] | bytes]) -> list[int]:
+    engine = load_demo(prefix_cache=False)
+    request = Request.create(
+        "text", as_text(parts), GREEDY, seed=0, eos_token_ids=frozenset(), max_model_len=120
+    )
+    tokens = run(engine, request)["text"]
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 64])
+def test_any_chunk_may_end_within_an_image(chunk: int) -> None:
+    engine = load_demo(long_prefill_token_threshold=chunk, block_size=4)
+    encoder = encoder_of(engine)
+    assert run(engine, request_of("a", PROMPT))["a"] == expected(PROMPT)
+    assert encoder.num_encoded == 2
+    engine.close()
+
+
+def test_a_hit_may_end_within_an_image_or_behind_it(engine: Engine) -> None:
+    encoder = encoder_of(engine)
+    run(engine, request_of("a", PROMPT))
+    for parts in ([*PROMPT[:4], range(90, 97)], [*PROMPT[:2], range(90, 97)], PROMPT):
+        request = request_of("b", parts)
+        assert run(engine, request)["b"] == expected(parts)
+        assert request.num_cached_tokens >= 28
+    assert encoder.num_encoded == 2
+    metrics = engine.metrics()
+    assert metrics.images_encoded_total == 2
+    assert metrics.encoder_seconds_total > 0
+
+
+def test_other_images_hit_nothing(engine: Engine) -> None:
+    encoder_of(engine)
+    run(engine, request_of("a", PROMPT))
+    other = [PROMPT[0], file_of(range(200, 221)), *PROMPT[2:]]
+    request = request_of("b", other)
+    assert run(engine, request)["b"] == expected(other)
+    assert request.num_cached_tokens == 8  # the blocks before the image
+
+
+def test_an_image_in_many_prompts_is_encoded_once(engine: Engine) -> None:
+    encoder = encoder_of(engine)
+    prompts = [[[index] * 5, A, [index] * 3] for index in range(20, 28)]
+    outputs = run(engine, *(request_of(str(i), prompt) for i, prompt in enumerate(prompts)))
+    assert list(outputs.values()) == [expected(prompt) for prompt in prompts]
+    assert encoder.num_encoded == 1
+    assert engine.metrics().encoder_cache_hits_total == 7
+
+
+def test_encodings_leave_for_others_and_are_made_again() -> None:
+    engine = load_demo(encoder_cache_tokens=25, prefix_cache=False, max_num_requests=2)
+    encoder = encoder_of(engine)
+    prompts = [PROMPT, [B, range(9), A], PROMPT]
+    outputs = run(engine, *(request_of(str(i), prompt) for i, prompt in enumerate(prompts)))
+    assert list(outputs.values()) == [expected(prompt) for prompt in prompts]
+    assert encoder.num_encoded >= 4
+    assert len(worker_of(engine.executor).runner.encodings) == 1
+    engine.close()
+
+
+def test_preempted_requests_compute_their_images_again() -> None:
+    engine = load_demo(block_size=4, prefix_cache=False)
+    encoder_of(engine)
+    long = SamplingParams(max_tokens=30, temperature=0)
+    requests = [request_of(str(index), PROMPT, long) for index in range(2)]
+    outputs = run(engine, *requests)
+    assert engine.metrics().preemptions_total > 0
+    assert outputs["0"] == outputs["1"]
+    assert outputs["0"][:6] == expected(PROMPT)
+    engine.close()
+
+
+def test_samples_of_one_prompt_share_its_images(engine: Engine) -> None:
+    encoder = encoder_of(engine)
+    parts = [range(20, 30), A]  # the last block lies in the image
+    first, second = request_of("a", parts), request_of("b", parts)
+    second.images = first.images
+    first.siblings = [second]
+    outputs: dict[str, list[int]] = {"a": [], "b": []}
+    engine.add_request(first)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs[output.request_id] += output.token_ids
+    assert outputs["a"] == outputs["b"] == expected(parts)
+    assert encoder.num_encoded == 1
+    assert first.images is not None
+    assert first.images.pixels is None, "no request needs them"
+
+
+def test_an_encoding_without_numbers_ends_its_requests_alone(engine: Engine) -> None:
+    encoder_of(engine)
+    broken = [range(5), file_of([3, -1, 4]), range(5)]
+    requests = [request_of("a", broken), request_of("b", PROMPT), request_of("c", broken)]
+    outputs = run(engine, *requests)
+    failures = dict(engine.take_failures())
+    assert set(failures) == {"a", "c"}
+    assert str(failures["a"]) == "images[0]: its encoding has NaN or infinite numbers"
+    assert outputs["b"] == expected(PROMPT)
+    assert len(worker_of(engine.executor).runner.encodings) == 2
+
+
+def test_images_that_do_not_fit_their_prompt_are_refused() -> None:
+    def refusal(span: ImageSpan) -> str:
+        with pytest.raises(InvalidRequestError) as caught:
+            images_of([PromptImage(span, b"file")], [7] * 5 + [1] * 5)
+        return str(caught.value)
+
+    digest = b"d" * 16
+    assert refusal(ImageSpan(8, 3, digest)) == "images[0]: lies outside the prompt of 10 tokens"
+    assert refusal(ImageSpan(-1, 3, digest)) == "images[0]: lies outside the prompt of 10 tokens"
+    assert refusal(ImageSpan(0, 3, b"d")) == "images[0]: its digest must have 16 bytes, got 1"
+    assert refusal(ImageSpan(6, 3, digest)) == "images[0]: has no placeholder in the prompt"

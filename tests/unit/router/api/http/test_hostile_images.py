@@ -1,0 +1,211 @@
+"""Unit tests of hostile images: each file and URL is one clear line, or odd but fine.
+
+The router's memory stays bounded, its processes for headers come back, and it answers meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from baton.api.errors import ConfigError, InvalidRequestError
+from baton.processes.worker_template import resident_memory_bytes
+from router.api.http.images.image_fetch import ImageFetcher
+from router.api.http.images.image_hosts import ImageHosts
+from router.intake.images.image_options import ImageOptions
+from tests.fakes.outside.hostile_images import hostile_files
+from tests.fakes.outside.image_host import PICTURE, ImageHost
+from tests.fakes.router.http_scene import HttpScene, on_http
+
+pytestmark = pytest.mark.medium
+
+FILES = hostile_files()
+OPTIONS = ImageOptions()
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}|169\.254|127\.0\.0\.1")
+# A local server would be refused as private, so its network is listed.
+LISTED = "127.0.0.0/8, images.example, localhost"
+PRIVATE = (
+    "127.0.0.1", "127.1.2.3", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254",
+    "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "240.0.0.1", "192.0.2.1",
+    "198.18.0.1", "::1", "::", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "fe80::1", "fc00::1",
+    "fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::",
+    "2001:db8::1", "fe80::1%lo",
+)  # fmt: skip
+UNREADABLE = (
+    "", "x", "//a.example/a", "/etc/passwd", "file:///etc/passwd", "ftp://a.example/a", "gopher://a",
+    "javascript:alert(1)", "http:a.example", "http:/a.example", "http://", "http:///a", "http://?a",
+    "http://a.example\\@127.0.0.1/", "http://user@a.example/", "http://a.example@127.0.0.1/",
+    "http://127.0.0.1#@a.example/", "http://a.example\t.b/", "http://a b/",
+    "http://a.example\r\nHost: b/", "http://ａ.example/", "http://a。example/", "http://[::1/",
+    "http://a.example:99999/", "http://a.example:x/", "http://a.example:-1/", "http://%31/",
+    "http://a.example/\0", "blob:http://a.example/1", "http://" + "a" * 3_000, "data", "DATA:,",
+    "http://a.example/" + "é",
+)  # fmt: skip
+UNLISTED = (
+    "http://other.example/", "http://images.example.evil.example/", "http://evilimages.example/",
+    "http://images.example:8080/", "https://sub.images.example/", "http://0x7f.1/", "http://2130706433/",
+    "http://0177.0.0.1/", "http://127.1/", "http://[::1]/", "http://10.0.0.1/", "http://8.8.8.8/",
+    "http://metadata.google.internal/", "http://images.example./", "http://localhost:22/",
+)  # fmt: skip
+
+
+def chat(url: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
+def test_there_are_200_cases() -> None:
+    assert len(FILES) + len(PRIVATE) + len(UNREADABLE) + len(UNLISTED) >= 250
+    assert len({case.name for case in FILES}) == len(FILES)
+
+
+@on_http(images=OPTIONS, encodes_images=True, max_model_len=10**6)
+async def test_every_file_is_decided_in_one_line_while_the_router_answers(scene: HttpScene) -> None:
+    slowest_s = 0.0
+
+    async def ask_health() -> None:
+        nonlocal slowest_s
+        while True:
+            began_at = time.perf_counter()
+            async with scene.session.get(f"{scene.url}/health") as response:
+                assert response.status == 200
+            slowest_s = max(slowest_s, time.perf_counter() - began_at)
+            await asyncio.sleep(0.005)
+
+    await scene.post("/tokenize", messages=chat(_data_url(PICTURE)))
+    before_bytes, asking = resident_memory_bytes(), asyncio.create_task(ask_health())
+    wrong = []
+    for case in FILES:
+        reply = await scene.post("/tokenize", messages=chat(_data_url(case.data)))
+        answer = await reply.json()
+        message = "" if reply.status == 200 else answer["error"]["message"]
+        if message and not is_clear(message, reply.status):
+            wrong.append((case.name, reply.status, message))
+        elif case.error != "?" and (bool(message) != bool(case.error) or case.error not in message):
+            wrong.append((case.name, case.error, message))
+    assert not wrong
+    asking.cancel()
+    assert slowest_s < 1.0
+    assert resident_memory_bytes() - before_bytes < 200 * 2**20
+
+
+def is_clear(message: str, status: int) -> bool:
+    """Return whether an error is one short line that names the field and shows no address."""
+    is_line = message.startswith("messages[0].content[0]: ") and "\n" not in message
+    return status == 400 and is_line and len(message) < 200 and not _ADDRESS.search(message)
+
+
+def _data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+async def refusal(fetcher: ImageFetcher, url: str) -> str:
+    with pytest.raises(InvalidRequestError) as found:
+        await fetcher.fetch(url, "image")
+    message = str(found.value)
+    assert "\n" not in message
+    assert not _ADDRESS.search(message)
+    return message
+
+
+def test_no_url_is_read_in_two_ways_and_only_listed_hosts_are_asked() -> None:
+    async def run() -> None:
+        fetcher = ImageFetcher(ImageOptions(image_hosts="images.example, a.example, localhost"))
+        for url in UNREADABLE:
+            message = await refusal(fetcher, url)
+            assert "must be a data URL" in message or "is no URL" in message, (url, message)
+        for url in UNLISTED:
+            assert "is not listed" in await refusal(fetcher, url), url
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_a_listed_name_with_a_private_address_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        _resolve_to(monkeypatch, ["93.184.216.34", address])  # one private address is enough
+        fetcher = ImageFetcher(ImageOptions(image_hosts="images.example, *"))
+        assert "not public" in await refusal(fetcher, "http://images.example/a.png")
+
+    asyncio.run(run())
+
+
+def _resolve_to(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        return [(2, 1, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+def test_a_name_is_resolved_once_and_the_connection_goes_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with ImageHost().running() as host:
+            fetcher = ImageFetcher(
+                ImageOptions(image_hosts=f"images.example:{host.port}, 127.0.0.0/8")
+            )
+            _resolve_to(monkeypatch, ["127.0.0.1"])
+            url = f"http://images.example:{host.port}/a.png"
+            assert await fetcher.fetch(url, "image") == PICTURE
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        *((f"/redirect/{code}", f"answered with {code}") for code in (301, 302, 303, 307, 308)),
+        *((f"/status/{code}", f"answered with {code}") for code in (204, 206, 404, 500)),
+        ("/gzip", "compressed answer"),
+        ("/endless", "at most 50000 bytes"),
+        ("/large", "at most 50000 bytes together, got 100000"),
+        ("/empty", "at least 1 byte"),
+        ("/short", "could not be fetched"),
+        ("/slow", "did not come within 0.3 s"),
+    ],
+)
+def test_a_host_that_misbehaves_is_cut_off(path: str, error: str) -> None:
+    async def run() -> None:
+        async with ImageHost().running() as host:
+            options = ImageOptions(
+                image_hosts=f"localhost:{host.port}, 127.0.0.0/8, ::1",
+                max_image_bytes=50_000,
+                image_timeout_s=0.3,
+            )
+            url = f"http://localhost:{host.port}{path}"
+            assert error in await refusal(ImageFetcher(options), url)
+            assert host.paths == [path]  # no redirect was followed
+            assert host.num_sent < 2**24
+
+    asyncio.run(run())
+
+
+def test_a_fetched_image_is_like_one_in_the_request() -> None:
+    async def run() -> None:
+        async with ImageHost().running() as host:
+            options = ImageOptions(image_hosts=f"127.0.0.1:{host.port}, 127.0.0.1")
+            scene = HttpScene(images=options, encodes_images=True)
+            async with scene.running():
+                url = f"http://127.0.0.1:{host.port}"
+                scene.post("/v1/chat/completions", messages=chat(f"{url}/a.png"))
+                (image,) = (await scene.command()).images
+                assert image.data == PICTURE
+                response = await scene.post("/tokenize", messages=chat(f"{url}/page"))
+                error = (await response.json())["error"]["message"]
+                assert error.endswith("must be a whole PNG, JPEG, WEBP or GIF file")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("listed", ["http://a", "a/b", "a b", "user@a", "a:x", "[::1", "a:99999"])
+def test_an_entry_that_is_no_host_is_refused_at_the_start(listed: str) -> None:
+    with pytest.raises(ConfigError, match="image_hosts: must be hosts, HOST:PORT or networks"):
+        ImageHosts(listed)
