@@ -687,6 +687,7 @@ def paged_attention(
     soft_cap: float | None = None,
     value_dim: int | None = None,
     sinks: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from each request's newest tokens to all of its cached tokens.
 
@@ -714,6 +715,8 @@ def paged_attention(
         value_dim: how many leading numbers of each value to use; None: all.
         sinks: ``[num_heads]`` float32: an additional score per head in the softmax, without a value
             (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
+        row_ends: ``[num_tokens]`` int32: the end of the keys that each query sees, where queries
+            see later keys, too, such as others of their image; None: all see keys up to their own.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.
@@ -726,7 +729,8 @@ def paged_attention(
             key, value = gather_kv(kv_cache, blocks, seq_len)
             value = value[..., :value_dim]
             out[start:end] = _attend(
-                *(query[start:end], key, value, scale, sliding_window, soft_cap, sinks)
+                *(query[start:end], key, value, scale, sliding_window, soft_cap, sinks),
+                None if row_ends is None else row_ends[start:end],
             )
         start = end
     return out
@@ -740,6 +744,7 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    row_ends: Tensor | None,
 ) -> Tensor:
     query_len, num_heads, _ = query.shape
     num_kv_heads, seq_len, _ = key.shape
@@ -751,7 +756,8 @@ def _attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     key_at = torch.arange(seq_len, device=query.device)  # [seq_len]
     query_at = key_at[seq_len - query_len :].unsqueeze(1)  # [query_len, 1]
-    hidden = key_at > query_at  # [query_len, seq_len]
+    ends = query_at + 1 if row_ends is None else row_ends[:, None]
+    hidden = key_at >= ends  # [query_len, seq_len]
     if sliding_window is not None:
         hidden = hidden | (key_at <= query_at - sliding_window)
     scores = scores.masked_fill(hidden, -torch.inf)

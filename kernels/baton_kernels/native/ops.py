@@ -620,8 +620,9 @@ class NativeOps:
             *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr()),
             *(table.data_ptr(), scale, soft_cap or 0.0),
             None if sinks is None else sinks.data_ptr(),
+            None if metadata.row_ends is None else metadata.row_ends.data_ptr(),
         )
-        tensors = (metadata.query_start_loc, metadata.seq_lens, table, sinks)
+        tensors = (metadata.query_start_loc, metadata.seq_lens, table, sinks, metadata.row_ends)
         self._run(self._library.baton_attention, call, query, kv_cache, out, *tensors)
         return out
 
