@@ -192,6 +192,30 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
 
+def attend_runs(query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Attend in both directions within runs of adjacent rows, such as the patches of an image.
+
+    Args:
+        query: ``[num_rows, num_heads, head_dim]``.
+        keys_values: ``[num_rows, 2, num_heads, head_dim]``, any strides.
+        runs: ``(count, length)``, in order: so many runs of this length.
+
+    Returns:
+        ``[num_rows, num_heads, head_dim]``; products are scaled by ``head_dim ** -0.5``.
+    """
+    found, first = [], 0
+    for count, length in runs:
+        rows = slice(first, first + count * length)
+        by_run = (
+            one[rows].unflatten(0, (count, length)).transpose(1, 2)
+            for one in (query, *keys_values.unbind(1))
+        )  # each [count, num_heads, length, head_dim]
+        attended = functional.scaled_dot_product_attention(*by_run)
+        found.append(attended.transpose(1, 2).flatten(0, 1))
+        first += count * length
+    return torch.cat(found)
+
+
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
     """Round ``x / scale`` to the nearest float8; larger numbers become +-448, NaN stays NaN."""
     return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
