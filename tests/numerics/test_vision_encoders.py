@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.image_utils import load_image
 
 from baton.api.errors import InvalidRequestError, ModelLoadError
+from baton.media.image_header import read_header
 from baton.media.layouts import layout_of
 from baton.media.layouts.gemma import GemmaLayout
 from baton.media.layouts.processor_files import ProcessorFiles
@@ -190,6 +191,9 @@ def test_files_are_decoded_as_transformers_decodes_them() -> None:
         expected = load_image(base64.b64encode(data).decode())
         assert np.array_equal(np.asarray(decode(data)), np.asarray(expected))
     assert decode(files[0]).size == (10, 20)
+    for data in files:
+        header = read_header(data)
+        assert (header.width, header.height) == decode(data).size
     for broken in (b"", b"no image", files[0][:200]):
         with pytest.raises(InvalidRequestError, match="image: the file cannot be decoded"):
             decode(broken)
