@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.model_folder import MODELOPT_FILE
+from baton.checkpoint.pooling.architectures import Head, read_labels, split_architecture
 from models.family import TextPart
 from models.fields import MAX_PARTS, Fields
 from models.loading.text_parts import text_part
@@ -37,6 +38,8 @@ class ModelConfig:
         quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
         is_text_part: whether the checkpoint also has parts for images, which are not used.
+        head: what the checkpoint's head computes; without a head for tokens it generates no text.
+        num_labels: labels of the classification head; 0: none.
     """
 
     architecture: str
@@ -53,6 +56,13 @@ class ModelConfig:
     num_mtp_layers: int
     recipe: Recipe
     is_text_part: bool = False
+    head: Head = Head.TOKENS
+    num_labels: int = 0
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the checkpoint has a head for tokens."""
+        return self.head is Head.TOKENS
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -143,7 +153,7 @@ def _parse(
     quantization: Fields | None = None,
 ) -> ModelConfig:
     """Read the fields with the family's file; of a model that sees images, only the text part."""
-    name = _architecture(fields)
+    name, head = _architecture(fields)
     family = MODELS.load(name)
     if isinstance(family, TextPart):
         name, fields = text_part(fields, family)
@@ -158,25 +168,30 @@ def _parse(
         rms_norm_eps=model.rms_norm_eps,
         max_position_embeddings=model.max_position_embeddings,
         max_model_len=model.max_model_len,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        # Without a head for tokens, none is made.
+        tie_word_embeddings=head is not Head.TOKENS or fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
         compute_dtype=_dtype(fields, "compute_dtype"),
         eos_token_ids=_eos_token_ids(fields, generation),
         quantization=parse_quantization(fields, quantization),
         num_mtp_layers=_num_mtp_layers(fields),
         recipe=family.recipe(model),
+        head=head,
+        num_labels=len(read_labels(fields.get)) if head is Head.LABELS else 0,
     )
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: Fields) -> tuple[str, Head]:
+    """Return the name of a family's generating model, and the head that the checkpoint has."""
     names = fields.texts("architectures")
     supported = MODELS.names()
-    if len(names) != 1 or names[0] not in supported:
+    name, head = split_architecture(names[0]) if len(names) == 1 else ("", Head.TOKENS)
+    if name not in supported:
         found = ", ".join(names) or "none"
         raise fields.wrong(
             "architectures", f"{found} is not supported; supported: {', '.join(supported)}"
         )
-    return names[0]
+    return name, head
 
 
 def _eos_token_ids(*sources: Fields) -> frozenset[int]:

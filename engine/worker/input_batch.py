@@ -237,6 +237,7 @@ class InputBatch:
             ),
             self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
             self._unknown(columns.token_ids, token_rows),
+            self._rows.pooled_rows(columns),
         )
         self._keep(columns, step)
         return step

@@ -27,6 +27,7 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+_HEADS = ("lm_head.", "score.")
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
 
 
@@ -95,3 +96,13 @@ def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             left_out[0],
         )
     return kept
+
+
+def with_prefix(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+    """Return tensors under a generating model's names.
+
+    A model that was saved without its head, as for embeddings, has names without the prefix.
+    """
+    if any(name.startswith(prefix) for name in stored):
+        return dict(stored)
+    return {name if name.startswith(_HEADS) else prefix + name: one for name, one in stored.items()}

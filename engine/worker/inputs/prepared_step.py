@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton.api.pooling import PoolingParams
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.sampling.logprobs import PromptRows
@@ -30,6 +31,26 @@ class ModelInput:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """One pooled request's tokens in a step.
+
+    Attributes:
+        row: the request's row of the input batch.
+        first, end: the tokens' places in the step.
+        start: position of the first token in the prompt.
+        is_last: whether the prompt ends with these tokens.
+    """
+
+    request_id: str
+    params: PoolingParams
+    row: int
+    first: int
+    end: int
+    start: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedStep:
     """Inputs of a step's forward and sampler.
 
@@ -40,6 +61,7 @@ class PreparedStep:
             drafts has several entries.
         unknown: `(places, rows)`, int64 on the device: places in ``input_ids`` of tokens that the
             previous step samples, and their rows in ``last_tokens``; None: all are known.
+        pooled: tokens of requests that are pooled.
     """
 
     model: ModelInput
@@ -47,6 +69,7 @@ class PreparedStep:
     prompt_rows: tuple[PromptRows, ...]
     sampling_rows: Tensor
     unknown: tuple[Tensor, Tensor] | None
+    pooled: tuple[PooledRows, ...] = ()
 
     @property
     def has_prompts(self) -> bool:
