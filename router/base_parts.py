@@ -173,6 +173,7 @@ def make_intake(
         trusts_templates=config.texts.trust_request_chat_template,
         cuts_changing_lines=config.texts.cut_changing_lines,
         logs_prompts=config.log_prompts,
+        setup=config.texts.read_setup(folder),
     )
 
 

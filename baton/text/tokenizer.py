@@ -103,10 +103,10 @@ class Tokenizer:
 
     def answer_ids(self) -> tuple[int, int]:
         """Return the tokens for ``yes`` and ``no``; raises InvalidRequestError without them."""
-        ids = [self._tokenizer.token_to_id(word) for word in ("yes", "no")]
-        if None in ids:
+        yes, no = map(self._tokenizer.token_to_id, ("yes", "no"))
+        if yes is None or no is None:
             raise InvalidRequestError("model", "this checkpoint has no tokens for yes and no")
-        return ids[0], ids[1]
+        return yes, no
 
     def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `encode` in about half its time, but hold the GIL all the time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.access.identity import ANYBODY, Principal
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
@@ -56,6 +57,7 @@ class Call:
             fair share already.
         cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         is_chat: whether the prompt was a conversation.
+        pooling: numbers to take from the prompt's hidden states; None: tokens are sampled.
         hashes: block hashes of the prompt, shared with copies of this call.
     """
 
@@ -67,6 +69,7 @@ class Call:
     leaves_room: bool = False
     cache_salt: bytes = field(default=b"", repr=False)
     is_chat: bool = False
+    pooling: PoolingParams | None = None
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
 
     def __post_init__(self) -> None:

@@ -196,8 +196,8 @@ class OpenCall:
             if self._placer.num_waiting < MAX_EXPECTING:
                 give_up_at = max(give_up_at, loop.time() + self._recovery.expected_s())
             until = min(give_up_at, self._expires_at)
-            adapter = self._call.terms.adapter
-            await self._placer.wait_for_change(failure, num_tokens, until, adapter)
+            adapter, pools = self._call.terms.adapter, self._call.pooling is not None
+            await self._placer.wait_for_change(failure, num_tokens, until, adapter, pools=pools)
             await self._recovery.wait_to_be_tried()
             await self._turns.wait_for_turn()
         self._remaining_s()

@@ -82,8 +82,11 @@ class Placer:
             return self.policy.pick(query, narrow(fleet))
 
         # Make the fleet first, because that may change the revisions that the rollout knows.
-        fleet = pool.fleet
-        chosen = pool.rollout.choose(call.terms.session_id) if is_first else None
+        fleet, chosen = pool.fleet, None
+        if call.pooling is not None:
+            fleet = pool.prompt_fleet
+        elif is_first:
+            chosen = pool.rollout.choose(call.terms.session_id)
         placement = (pick(chosen) if chosen is not None else None) or pick(fleet)
         if placement is not None:
             self.decisions.note(call.scoped_id, query, placement, is_first=is_first)
@@ -94,7 +97,7 @@ class Placer:
         return placement
 
     async def wait_for_change(
-        self, failure: str, num_tokens: int, until: float, adapter: str = ""
+        self, failure: str, num_tokens: int, until: float, adapter: str = "", *, pools: bool = False
     ) -> None:
         """Wait until some node changes, or until ``until``.
 
@@ -103,14 +106,17 @@ class Placer:
             num_tokens: context length that the nodes must allow.
             adapter: digest of the adapter that the nodes must have or load; empty: none.
             until: deadline, by the event loop's clock.
+            pools: whether the call is pooled, and so needs a prefill node only.
 
         Raises:
-            NodeUnavailableError: the pool never had nodes of both roles, or time is up.
+            NodeUnavailableError: the pool never had the nodes that the call needs, or time is up.
         """
         pool = self._pool
         now = asyncio.get_running_loop().time() + _EARLY_S
-        if not pool.has_had_both_roles or now >= until:
-            why = "; ".join(filter(None, (failure, pool.why_no_pair(num_tokens, adapter))))
+        is_possible = pool.has_had_prefill if pools else pool.has_had_both_roles
+        if not is_possible or now >= until:
+            why_not = pool.why_no_prompt_node if pools else pool.why_no_pair
+            why = "; ".join(filter(None, (failure, why_not(num_tokens, adapter))))
             raise NodeUnavailableError(why)
         self.num_waiting += 1
         try:

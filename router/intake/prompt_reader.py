@@ -33,6 +33,14 @@ _DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabul
 Prompt = str | Sequence[int] | ChatPrompt
 
 
+@dataclass(frozen=True, slots=True)
+class PairPrompt:
+    """Two texts to tokenize as a pair, such as query and document."""
+
+    first: str
+    second: str
+
+
 def is_chat(prompt: Prompt) -> bool:
     """Return whether a prompt is a conversation."""
     return isinstance(prompt, ChatPrompt)
@@ -143,7 +151,7 @@ class PromptReader:
 
     async def tokenize(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PairPrompt,
         principal: Principal = ANYBODY,
         *,
         add_special_tokens: bool = True,
@@ -157,7 +165,7 @@ class PromptReader:
         Raises the errors of `Texts.encode`.
         """
         max_model_len = self._max_model_len()
-        if not isinstance(prompt, str | ChatPrompt):
+        if not isinstance(prompt, str | ChatPrompt | PairPrompt):
             limit = max_model_len - 1
             if len(prompt) > limit:
                 raise PromptTooLongError("prompt", len(prompt), limit)
@@ -173,6 +181,10 @@ class PromptReader:
                 max_model_len=max_model_len,
                 caller=caller,
                 add_special_tokens=add_special_tokens,
+            )
+        if isinstance(prompt, PairPrompt):
+            return await self._texts.encode_pair(
+                prompt.first, prompt.second, max_model_len=max_model_len, caller=caller
             )
         if not prompt.messages:
             raise InvalidRequestError("chat", "must have at least 1 message, got 0")

@@ -249,12 +249,12 @@ def _prompts(path: Path) -> tuple[dict[str, str], str, Mapping[str, Any]]:
 def _answer_ids(path: Path) -> tuple[int, ...]:
     """Read the tokens whose logits are a score: yes, and no unless yes alone counts."""
     content = read_object(path)
-    ids = [content.get("true_token_id"), content.get("false_token_id")]
-    if ids[1] is None:
-        ids.pop()
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+    given = [content.get("true_token_id"), content.get("false_token_id")]
+    given = given[:1] if given[1] is None else given
+    ids = tuple(one for one in given if type(one) is int and one >= 0)
+    if len(ids) != len(given):
         _refuse(path, "true_token_id and false_token_id must be token ids")
-    return tuple(ids)
+    return ids
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:

@@ -46,7 +46,9 @@ class UpOptions:
     prefill: int = option(
         1, least=0, help="Number of prefill nodes; 0: decode nodes compute prompts, too."
     )
-    decode: int = option(1, least=1, help="Number of decode nodes.")
+    decode: int = option(
+        1, least=0, help="Number of decode nodes; 0: embeddings, scores and labels only."
+    )
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
     served_model_name: str = same_option(RouterConfig, "served_model_name")

@@ -376,6 +376,8 @@ HTTP_ROLES = {
     ("POST", "/v1/messages/count_tokens"): INFER,
     ("POST", "/tokenize"): INFER,
     ("POST", "/detokenize"): INFER,
+    **{("POST", f"/v1/{one}"): INFER for one in ("embeddings", "rerank", "score", "classify")},
+    **{("POST", path): INFER for path in ("/rerank", "/v2/rerank", "/score", "/classify")},
     **{("POST", path): INFER for path in NOT_SERVED},
     ("GET", "/v1/models"): INFER,
     ("GET", "/v1/models/{model}"): INFER,
