@@ -20,9 +20,8 @@ from models.cpu.decode_tapes import DecodeTapes
 from models.layers.attention import Attention
 from models.layers.computing import Computing
 from models.layers.gated_delta_net import GatedDeltaNet
-from models.layers.label_head import LabelHead
 from models.layers.latent_attention import LatentAttention
-from models.layers.linear import keep_elements, keep_outputs
+from models.layers.linear import LabelHead, keep_elements, keep_outputs
 from models.layers.mamba2 import Mamba2
 from models.layers.mlp import GatedMLP, SquaredReluMLP
 from models.layers.moe import SparseMoe

@@ -123,7 +123,7 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 class Activation(Enum):
-    """What becomes of a classification head's logits."""
+    """Functions that turn a classification head's logits into probabilities."""
 
     NONE = "none"
     SIGMOID = "sigmoid"
@@ -160,7 +160,7 @@ class Embedding:
     Attributes:
         vector: its numbers, float32.
         num_prompt_tokens: tokens of the text and its prompt.
-        num_cached_tokens: of these, tokens found in the prefix cache.
+        num_cached_tokens: number of these tokens that the prefix cache had.
     """
 
     vector: array[float]

@@ -195,13 +195,14 @@ class OfflinePooling:
         return self._needed_tokenizer().encode(prompt_before(self.setup, prompt_name) + given)
 
     def _pair_ids(self, query: str, document: str, instruction: str) -> list[int]:
+        """Return the token ids of the prompt that judges a pair."""
         tokenizer, setup = self._needed_tokenizer(), self.setup
-        if setup.task is PoolingTask.CLASSIFY:
-            return tokenizer.encode_pair(query, document)
         instruction = instruction or prompt_before(setup, None)
         template = tokenizer.chat_template
         if template is not None and takes_pairs(template.source(with_tools=False)):
             return tokenizer.encode_chat(pair_messages(query, document, instruction))
+        if setup.task is PoolingTask.CLASSIFY:
+            return tokenizer.encode_pair(query, document)
         text = pair_text(query, document, instruction)
         return tokenizer.encode(text, add_special_tokens=False)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from baton.api.pooling import PoolingKind
-from engine.worker.inputs.prepared_step import PooledRows, PreparedStep
+from engine.worker.inputs.pooled_rows import PooledRows
+from engine.worker.inputs.prepared_step import PreparedStep
 from models.base import CausalLM
 
 

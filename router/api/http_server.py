@@ -86,6 +86,12 @@ _Serve = Callable[[web.Request, HttpOptions], Awaitable[web.StreamResponse | msg
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MakeRequest = Callable[..., web.BaseRequest]
 _SLASHES = re.compile("//+")
+POOLED: dict[str, _Serve] = {
+    "/v1/embeddings": embeddings,
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+    **dict.fromkeys(("/score", "/v1/score"), score),
+    **dict.fromkeys(("/classify", "/v1/classify"), classify),
+}
 # Paths that run the model.
 SERVED: dict[str, _Serve] = {
     "/v1/completions": completions,
@@ -95,10 +101,7 @@ SERVED: dict[str, _Serve] = {
     "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
-    "/v1/embeddings": embeddings,
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
-    **dict.fromkeys(("/score", "/v1/score"), score),
-    **dict.fromkeys(("/classify", "/v1/classify"), classify),
+    **POOLED,
 }
 # Kinds of bodies that the functions above read.
 BODY_KINDS = (

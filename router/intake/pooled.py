@@ -211,12 +211,12 @@ class PooledRequests:
 
     def _pair(self, query: str, document: str, instruction: str) -> str | ChatPrompt | PairPrompt:
         """Return the prompt that judges a pair."""
-        if self._setup.task is PoolingTask.CLASSIFY:
-            return PairPrompt(query, document)
         tokenizer = self._intake.tokenizer
         template = None if tokenizer is None else tokenizer.chat_template
         if template is not None and takes_pairs(template.source(with_tools=False)):
             return ChatPrompt(pair_messages(query, document, instruction))
+        if self._setup.task is PoolingTask.CLASSIFY:
+            return PairPrompt(query, document)
         return pair_text(query, document, instruction)
 
     def _answer_ids(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ MAX_LABELS = 4096
 
 
 class Head(Enum):
-    """What a model computes from its last hidden states."""
+    """Kinds of output that a model computes from its last hidden states."""
 
     TOKENS = "tokens"
     LABELS = "labels"

@@ -5,7 +5,7 @@ from __future__ import annotations
 AUTO, NONE, RERANK = "auto", "none", "rerank"
 POOLING_CHOICES = (AUTO, NONE, "last", "mean", "cls", RERANK)
 POOLING_HELP = (
-    "What requests without output tokens get. auto: as the checkpoint's files say (modules.json of "
+    "Pooling of prompts in place of text. auto: as the checkpoint's files say (modules.json of "
     "sentence-transformers, a classification head); none: nothing; last, mean or cls: normalized "
     "embeddings pooled like this; rerank: scores by the logits of yes and no, as Qwen3-Reranker."
 )

@@ -1,7 +1,8 @@
 """Texts of query and document for models that judge pairs.
 
-Qwen3-Reranker's model card has the first form. The other form is a chat template that
-sentence-transformers renders with the roles ``query`` and ``document``.
+A checkpoint may bring a chat template that sentence-transformers (5.4 and later) renders with the
+roles ``query`` and ``document``. Without it, a reranker gets the form of Qwen3-Reranker's model
+card, and a classification head the tokenizer's pair.
 """
 
 from __future__ import annotations

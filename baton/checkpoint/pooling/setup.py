@@ -1,4 +1,4 @@
-"""PoolingSetup: what a checkpoint's hidden states are good for, as its files say.
+"""PoolingSetup: a checkpoint's embeddings, scores or labels, as its files describe them.
 
 Reads config.json, and the files that sentence-transformers writes: ``modules.json``, the pooling's
 ``config.json`` and ``config_sentence_transformers.json``. Needs no torch and no tokenizer.
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 class PoolingTask(Enum):
-    """What a model's pooled numbers mean."""
+    """Meanings of a model's pooled numbers."""
 
     NONE = "none"
     EMBED = "embed"
@@ -47,7 +47,7 @@ class PoolingTask(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSetup:
-    """What a model does besides generating text.
+    """A model's abilities besides generating text.
 
     Attributes:
         generates: whether requests for text are served.

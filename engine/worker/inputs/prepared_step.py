@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from baton.api.pooling import PoolingParams
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.sampling_input import SamplingInput
+from engine.worker.inputs.pooled_rows import PooledRows
 from models.base import AdapterSpan, spans_of_rows
 
 
@@ -28,26 +28,6 @@ class ModelInput:
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
         """Return the spans of some of the tokens, in places among these; ``rows`` ascend."""
         return spans_of_rows(self.adapters, rows)
-
-
-@dataclass(frozen=True, slots=True)
-class PooledRows:
-    """One pooled request's tokens in a step.
-
-    Attributes:
-        row: the request's row of the input batch.
-        first, end: the tokens' places in the step.
-        start: position of the first token in the prompt.
-        is_last: whether the prompt ends with these tokens.
-    """
-
-    request_id: str
-    params: PoolingParams
-    row: int
-    first: int
-    end: int
-    start: int
-    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)

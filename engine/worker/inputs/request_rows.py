@@ -15,7 +15,7 @@ from engine.sampling.sampling_input import (
     SamplingInput,
     parameters_row,
 )
-from engine.worker.inputs.prepared_step import PooledRows
+from engine.worker.inputs.pooled_rows import PooledRows
 from engine.worker.inputs.step_columns import Ints, StepColumns
 from models.base import AdapterSpan
 

@@ -16,7 +16,7 @@ QUERY_PROMPT = "Find texts about: "
 YES, NO = 1501, 1777
 LABELS = {0: "bad", 1: "fair", 2: "good"}
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_TYPE = "sentence_transformers.models"
+_TYPE, _BASE = "sentence_transformers.models", "sentence_transformers.base.modules"
 
 
 def make_embedder(folder: Path, pooling: str = "lasttoken") -> Any:
@@ -46,7 +46,7 @@ def make_reranker(folder: Path) -> Any:
     """Save a Qwen3 whose logits of `YES` and `NO` are a score; return transformers' model."""
     model = _save(folder, "Qwen3ForCausalLM")
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.Transformer"},
+        {"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.transformer.Transformer"},
         {
             "idx": 1,
             "name": "1",
