@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.fakes.processes.deployments import run_deployment
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(180)]
 
-MAKE = {"embedder": make_embedder, "reranker": make_reranker, "classifier": make_classifier}
+MAKE = {"embedder": make_embedder, "reranker": make_reranker}
 TEXTS = ["def read_config(path):", "x", "class Reader:\n    pass\n" * 20, "import os"]
 QUERY, DOCUMENTS = "which one reads?", [f"def read_{name}(self): ..." for name in "abcd"]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 256}
@@ -58,25 +59,32 @@ class Site:
             return error.code, json.load(error)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folders: dict[str, Path] = {}
-    for name, make in MAKE.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        make(folders[name])
+@contextlib.contextmanager
+def open_site(
+    make: Mapping[str, Callable[[Path], Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    """Serve models, each by one prefill node."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in make}
+    for name, folder in folders.items():
+        make[name](folder)
     first, *others = map(str, folders.values())
     names = [f"--served-model-name={name}={folder}" for name, folder in folders.items()]
     with run_deployment(
-        "--num-blocks",
-        "256",
+        *("--num-blocks", "256"),
         model=first,
         more_models=others,
         num_decode=0,
         http=True,
-        router_args=names,
+        router_args=names if others else ["--served-model-name", next(iter(make))],
     ) as running:
         alone = {name: LLM(str(folder), **OPTIONS) for name, folder in folders.items()}
         yield Site(f"http://{running.config.http_listen}", running.config.listen, alone)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with open_site(MAKE, tmp_path_factory) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -145,18 +153,27 @@ def test_documents_are_ranked_alike_by_every_api(site: Site) -> None:
     assert [one.score for one in found] == scores
 
 
-def test_texts_are_classified_and_compared(site: Site) -> None:
-    expected = site.alone["classifier"].classify(TEXTS)
-    answer = site.post("/classify", model="classifier", input=TEXTS)
-    assert [one["label"] for one in answer["data"]] == [one.label for one in expected]
-    assert [one["probs"] for one in answer["data"]] == [[*one.probabilities] for one in expected]
-    assert answer["data"][0]["num_classes"] == len(LABELS)
-    with Client(site.address) as client:
-        found = client.classify(TEXTS, model="classifier")
-        cosines = client.score(["birds"], TEXTS, model="embedder")
-    assert [one.probabilities for one in found] == [one.probabilities for one in expected]
+def test_texts_are_compared_by_their_embeddings(site: Site) -> None:
     ours = site.alone["embedder"].score("birds", TEXTS)
-    assert [one.score for one in cosines] == [one.score for one in ours]
+    with Client(site.address) as client:
+        found = client.score(["birds"], TEXTS, model="embedder")
+    assert [one.score for one in found] == [one.score for one in ours]
+
+
+@pytest.mark.large
+def test_texts_are_classified(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with open_site({"classifier": make_classifier}, tmp_path_factory) as site:
+        expected = site.alone["classifier"].classify(TEXTS)
+        answer = site.post("/classify", model="classifier", input=TEXTS)
+        assert [one["label"] for one in answer["data"]] == [one.label for one in expected]
+        probabilities = [one.probabilities for one in expected]
+        assert [tuple(one["probs"]) for one in answer["data"]] == probabilities
+        assert answer["data"][0]["num_classes"] == len(LABELS)
+        with Client(site.address) as client:
+            found = client.classify(TEXTS)
+            assert [one.probabilities for one in found] == probabilities
+            with pytest.raises(InvalidRequestError, match="model: generates no text"):
+                client.generate("a")
 
 
 @pytest.mark.parametrize(
@@ -189,4 +206,4 @@ def test_the_grpc_client_gets_the_same_errors(site: Site) -> None:
         with pytest.raises(InvalidRequestError, match="model: makes no embeddings; it makes"):
             client.embed(["a"], model="reranker")
         with pytest.raises(InvalidRequestError, match="model: generates no text"):
-            client.generate("a", model="classifier")
+            client.generate("a", model="embedder")

@@ -41,6 +41,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Qwen3MoeModel": {},
 }
+KINDS = ("last", "mean", "cls")
+CASES = [
+    *(("Qwen3Model", kind) for kind in KINDS),
+    ("MistralModel", "mean"),
+    *(
+        pytest.param(architecture, kind, marks=pytest.mark.large)
+        for architecture in ARCHITECTURES
+        for kind in KINDS
+        if architecture != "Qwen3Model"
+    ),
+]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 64}
 
 
@@ -56,8 +67,7 @@ def pooled(states: Tensor, kind: str) -> Tensor:
     return torch.nn.functional.normalize(row, dim=0)
 
 
-@pytest.mark.parametrize("kind", ["last", "mean", "cls"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "kind"), CASES)
 def test_embeddings_equal_transformers_and_their_bits_know_no_company(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
@@ -70,8 +80,10 @@ def test_embeddings_equal_transformers_and_their_bits_know_no_company(
         expected = pooled(hidden_states(theirs, prompt), kind)
         assert (torch.tensor(found.vector) - expected).abs().max() < TOLERANCE
         assert found.num_prompt_tokens == len(prompt)
-    # In chunks of seven tokens, beside others, with and without cached prefixes.
-    chunked = LLM(str(tmp_path), pooling=kind, block_size=4, max_num_batched_tokens=7, **OPTIONS)
+    # In chunks of seven tokens, beside others, with and without cached prefixes, step after step in
+    # flight.
+    ways: dict[str, Any] = {"max_num_batched_tokens": 7, "async_scheduling": True}
+    chunked = LLM(str(tmp_path), pooling=kind, block_size=4, **ways, **OPTIONS)
     for _ in range(2):
         together = chunked.embed(PROMPTS)
         assert [one.vector for one in together] == [one.vector for one in alone]
@@ -146,3 +158,14 @@ def test_a_reranker_asks_for_yes_or_no_and_shares_its_query(tmp_path: Path) -> N
     assert all(one.num_cached_tokens >= 64 for one in found[1:])
     with pytest.raises(InvalidRequestError, match="model: makes no embeddings; it makes scores"):
         llm.embed("a")
+
+
+@pytest.mark.large
+def test_ranks_pool_alike(tmp_path: Path) -> None:
+    make_embedder(tmp_path, "mean_tokens")
+    alone = LLM(str(tmp_path), **OPTIONS).embed("a text of some words")[0]
+    for ranks in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        llm = LLM(str(tmp_path), **OPTIONS, **ranks)
+        found = llm.embed("a text of some words")[0]
+        llm.engine.close()
+        assert found.vector == pytest.approx(alone.vector, abs=TOLERANCE)
