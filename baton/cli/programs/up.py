@@ -10,6 +10,7 @@ import typer
 
 from baton.access.access_options import INSECURE_HELP
 from baton.addresses import DEFAULT_ADDRESS
+from baton.api.errors import ConfigError
 from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
 from baton.cli.declared import by_name
 from baton.options import check_limits, option, parse_bytes, same_option
@@ -115,6 +116,8 @@ class UpOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if not self.prefill + self.decode:
+            raise ConfigError("decode: must be 1 or more, got 0")
 
 
 @program
