@@ -179,6 +179,7 @@ def make_intake(
         cuts_changing_lines=config.texts.cut_changing_lines,
         logs_prompts=config.log_prompts,
         images=_make_image_reader(config, folder, readers.tokenizer),
+        setup=config.texts.read_setup(folder),
     )
 
 

@@ -38,6 +38,10 @@ _TOKENIZER_FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     *PROCESSOR_FILES,
+    # Files of sentence-transformers: modules, and folders such as 1_Pooling.
+    "modules.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
 ]
 # Fields that may differ between two folders of the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")

@@ -14,6 +14,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
 from baton.link import words as link
+from baton.link.wire_pooling import pooling_from_proto, pooling_to_proto
 from baton.telemetry.spans import TraceContext, parse_traceparent
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire.fields import from_message, to_message
@@ -161,6 +162,7 @@ def _delta_to_proto(delta: link.RequestDelta) -> node_pb2.RequestDelta:
         error=node_pb2.RequestError(code=error.code, message=error.message) if error else None,
         logprobs=map(logprobs_to_proto, delta.logprobs),
         prompt_logprobs=prompt_logprobs_to_proto(delta.prompt_logprobs),
+        pooled=delta.pooled,
     )
 
 
@@ -179,6 +181,7 @@ def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
         error=link.RequestError(message.error.code, message.error.message)
         if has("error")
         else None,
+        pooled=message.pooled,
     )
 
 
@@ -282,7 +285,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.PeerUpdate):
         return node_pb2.RouterMessage(peer_update=to_message(node_pb2.PeerUpdate, command))
     if isinstance(command, link.PrefillCommand):
-        prefill = to_message(node_pb2.PrefillCommand, command, **_messages_of(command))
+        messages = {**_messages_of(command), "pooling": pooling_to_proto(command.pooling)}
+        prefill = to_message(node_pb2.PrefillCommand, command, **messages)
         return node_pb2.RouterMessage(prefill=prefill)
     if isinstance(command, link.DecodeCommand):
         decode = to_message(node_pb2.DecodeCommand, command, **_messages_of(command))
@@ -360,7 +364,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     if kind == "peer_update":
         return from_message(link.PeerUpdate, message.peer_update)
     if kind == "prefill":
-        return _request_from_proto(link.PrefillCommand, message.prefill)
+        pooling = pooling_from_proto(message.prefill)
+        return _request_from_proto(link.PrefillCommand, message.prefill, pooling=pooling)
     if kind == "decode":
         return _request_from_proto(link.DecodeCommand, message.decode)
     if kind == "beat":
@@ -379,7 +384,9 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
 
 
 def _request_from_proto(
-    kind: type[_Command], message: node_pb2.PrefillCommand | node_pb2.DecodeCommand
+    kind: type[_Command],
+    message: node_pb2.PrefillCommand | node_pb2.DecodeCommand,
+    **others: Any,
 ) -> _Command:
     return from_message(
         kind,
@@ -388,4 +395,5 @@ def _request_from_proto(
         sampling_params=sampling_params_from_proto(message.sampling_params),
         trace=_trace_from_proto(message),
         images=_images_from_proto(message.images, len(message.prompt_token_ids)),
+        **others,
     )

@@ -15,6 +15,7 @@ import msgspec
 from baton.api.images import PromptImage
 from baton.api.outputs import RequestDelta as RequestDelta
 from baton.api.outputs import RequestError as RequestError
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
@@ -296,9 +297,11 @@ class PrefillCommand(RequestCommand):
 
     Attributes:
         decode_engine_id: node that receives the KV; empty: the request ends here.
+        pooling: numbers to take from the prompt's hidden states, instead of token 1; None: sample.
     """
 
     decode_engine_id: str
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

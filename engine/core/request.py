@@ -15,6 +15,7 @@ from enum import Enum
 
 from baton.api.images import ImageSpan
 from baton.api.outputs import FinishReason, TokenLogprobs
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash, extra_keys_of
 from engine.core.grammar import GrammarState
@@ -76,6 +77,8 @@ class Request:
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
             drafts may sample more, but nothing is scheduled after such a step before it ends.
 
+        pooling: numbers to take from the prompt's hidden states; None: tokens are sampled.
+
         adapter: digest of the adapter that computes the request; empty: the base model.
         extra_keys: values that the KV depends on besides the tokens, such as the adapter.
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as needed so far.
@@ -123,6 +126,7 @@ class Request:
     num_planned_blocks: int = 0
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
+    pooling: PoolingParams | None = None
     # The adapter, the prefix cache, and images.
     adapter: str = ""
     extra_keys: tuple[bytes, ...] = ()
@@ -165,6 +169,7 @@ class Request:
         priority: int = 0,
         grammar: GrammarState | None = None,
         images: PromptImages | None = None,
+        pooling: PoolingParams | None = None,
     ) -> Request:
         """Make a request from a user's prompt and parameters.
 
@@ -176,6 +181,7 @@ class Request:
             adapter: digest of a loaded adapter; empty: the base model.
             grammar: the grammar's state, if compiled already.
             images: the prompt's images; None: none.
+            pooling: numbers to take from the prompt's hidden states; None: sample tokens.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
         # With a grammar, an end token ends the output even under `ignore_eos`.
@@ -197,6 +203,7 @@ class Request:
             stop_token_ids=stop_token_ids,
             changes_logits=sampling_params.changes_logits,
             grammar=grammar,
+            pooling=pooling,
             adapter=adapter,
             extra_keys=(*extra_keys, *extra_keys_of(b"", adapter)),
             images=images,
@@ -226,6 +233,12 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Return whether every prompt token must be computed here, even if its KV is cached."""
+        pools_all = self.pooling is not None and self.pooling.needs_all_rows
+        return pools_all or self.wants_prompt_logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -34,6 +34,7 @@ from engine.core.outputs import (
     ScheduledRequest,
     SchedulerOutput,
     StepResult,
+    pooled_delta,
 )
 from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
@@ -401,6 +402,10 @@ class Scheduler:
             request_id = request.request_id
             sampled = token_ids.get(request_id)
             if sampled is None:  # a prompt chunk, which samples no token
+                if (pooled := output.pooled.get(request_id)) is not None:
+                    self._finish(request, RequestStatus.FINISHED_STOPPED)
+                    finished.append(request)
+                    outputs.append(pooled_delta(request, pooled))
                 continue
             index = len(request.token_ids) - request.num_prompt_tokens
             of_prompt = () if index else request.take_prompt_logprobs()
@@ -422,7 +427,7 @@ class Scheduler:
             )
         if finished:
             self._running = [r for r in self._running if not r.status.is_finished]
-        self.counters.output_tokens += len(outputs)
+        self.counters.output_tokens += sum(1 for one in outputs if not one.pooled)
         self.drafts.keep(outputs, output.draft_token_ids)
         return StepResult(tuple(outputs), tuple(finished), scheduled)
 

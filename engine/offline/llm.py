@@ -29,6 +29,7 @@ from baton.api.beam_search import (
 )
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
+from baton.api.pooling import Classification, Embedding, Score
 from baton.api.prompt import (
     check_priority,
     check_prompt,
@@ -39,6 +40,9 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
+from baton.checkpoint.pooling.answers import check_generates
+from baton.checkpoint.pooling.choices import AUTO
+from baton.checkpoint.pooling.setup import read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
 from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
@@ -48,6 +52,7 @@ from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
 from engine.offline.images import ImagePrompt, take_images, with_images
+from engine.offline.pooling import OfflinePooling, PooledAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,8 @@ class LLM:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         adapters: LoRA adapters to load, by name; see `load_adapter`.
+        pooling: what `embed`, `score` and `classify` compute: auto (as the checkpoint's files say),
+            none, last, mean, cls or rerank.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
@@ -85,9 +92,11 @@ class LLM:
         *,
         chat_template: Any = None,
         adapters: Any = MappingProxyType({}),
+        pooling: Any = AUTO,
         **options: Any,
     ) -> None:
         folder = find_model_folder(str(model))
+        setup = read_setup(folder, pooling)
         template_file = None if chat_template is None else Path(chat_template).expanduser()
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
@@ -103,7 +112,9 @@ class LLM:
         except BaseException:
             self.engine.close()
             raise
-        self._answers: dict[str, Answer] = {}  # requests in progress, by request id
+        # Requests in progress, by request id.
+        self._answers: dict[str, Answer | PooledAnswer] = {}
+        self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._num_requests = 0
         self._dead = False
 
@@ -179,6 +190,83 @@ class LLM:
         plain, images = take_images(messages)
         token_ids = self.tokenizer.encode_chat(plain)
         return {"prompt": token_ids, "images": images} if images else token_ids
+
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        adapter: str = "",
+    ) -> list[Embedding]:
+        """Return the embedding of each input.
+
+        Args:
+            inputs: texts or lists of token ids; one or many.
+            prompt_name: which of the checkpoint's prompts to put before each text, such as
+                ``query``; None: its default prompt; empty: none.
+            dimensions: numbers to keep of each embedding, which is then normalized again.
+            adapter: name of a loaded adapter.
+
+        Raises:
+            InvalidRequestError: the model makes no embeddings, or an input is outside its limit.
+        """
+        digest = self._adapter_digest(adapter)
+        return self._pooling.embed(
+            _without_images(inputs), digest, prompt_name=prompt_name, dimensions=dimensions
+        )
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str = "",
+        adapter: str = "",
+    ) -> list[Score]:
+        """Return how well documents fit queries: one query for all documents, or one for each.
+
+        A reranker or a classification head with one label judges pairs; with a model that makes
+        embeddings, a score is the cosine of two.
+
+        Args:
+            instruction: for rerankers, the task in words; empty: the checkpoint's default.
+
+        Raises:
+            InvalidRequestError: the model makes no scores, or a text is outside its limit.
+        """
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        asked = [queries] if isinstance(queries, str) else list(queries)
+        if len(asked) == 1:
+            asked *= len(texts)
+        if len(asked) != len(texts):
+            problem = f"must be one, or one per document ({len(texts)}), got {len(asked)}"
+            raise InvalidRequestError("queries", problem)
+        pairs = list(zip(asked, texts, strict=True))
+        digest = self._adapter_digest(adapter)
+        return self._pooling.score(pairs, digest, instruction=instruction)
+
+    def classify(
+        self, inputs: Prompt | Sequence[Prompt], *, adapter: str = ""
+    ) -> list[Classification]:
+        """Return the most probable label of each input, and the probabilities of all labels.
+
+        Raises:
+            InvalidRequestError: the model has no labels, or an input is outside its limit.
+        """
+        return self._pooling.classify(_without_images(inputs), self._adapter_digest(adapter))
+
+    def _adapter_digest(self, name: str) -> AdapterDigest:
+        self._load_named({name})
+        return self._named(name).digest if name else NO_ADAPTER
+
+    def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
+        """Run pooled requests to their ends."""
+        for answer in answers:
+            self._answers[answer.request.request_id] = answer
+            self.engine.add_request(answer.request)
+        while not all(answer.ended for answer in answers):
+            self._step()
 
     def beam_search(
         self,
@@ -400,6 +488,7 @@ class LLM:
         """
         digest = self._named(adapter).digest if adapter else NO_ADAPTER
         engine = self.engine
+        check_generates(self._pooling.setup)
         images: Sequence[Any] = ()
         if isinstance(prompt, Mapping):
             images, prompt = prompt.get("images", ()), prompt["prompt"]
@@ -486,6 +575,14 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("requests", total=total)
         yield lambda num: bar.advance(task, num)
+
+
+def _without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
+    """Return inputs to pool as a list; raises InvalidRequestError for prompts with images."""
+    listed = [one for one in _as_list(inputs) if not isinstance(one, Mapping)]
+    if len(listed) < len(_as_list(inputs)):
+        raise InvalidRequestError("inputs", "must be texts or token ids, got images")
+    return listed
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

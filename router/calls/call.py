@@ -9,6 +9,7 @@ from baton.access.identity import ANYBODY, Principal
 from baton.api.beam_search import BeamSearchParams
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
@@ -63,6 +64,7 @@ class Call:
         cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         is_chat: whether the prompt was a conversation.
         images: images of the prompt with their files, in order.
+        pooling: numbers to take from the prompt's hidden states; None: tokens are sampled.
         hashes: block hashes of the prompt, shared with copies of this call.
         source: makes the output in place of nodes, such as a beam search; None: nodes make it.
     """
@@ -76,6 +78,7 @@ class Call:
     cache_salt: bytes = field(default=b"", repr=False)
     is_chat: bool = False
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+    pooling: PoolingParams | None = None
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
     source: Callable[[], AsyncGenerator[TextDelta, None]] | None = field(default=None, repr=False)
 
