@@ -20,11 +20,11 @@ Stored = TypeVar("Stored")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# Prefixes of the text network's tensors -> their prefixes in a text model. The last row has the
+# Prefixes of the text network's names -> their prefixes in a text model. The last row has the
 # names that transformers writes since version 4.52, the others older names.
 _PREFIXES = {
     "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
+    "language_model.lm_head": "lm_head",
     "model.language_model.": "model.",
 }
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
@@ -75,23 +75,25 @@ def _without_axes(rope: Fields) -> dict[str, object]:
     return {n: "default" if value == "mrope" else value for n, value in values.items()}
 
 
+def text_name(name: str) -> str | None:
+    """Return the name in a text model of a tensor or layer; None: it is of the image part."""
+    if name.removeprefix("model.").startswith(_OF_IMAGES):
+        return None
+    prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
+    return _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+
+
 def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return the tensors of a model's text part, under their names in a text model.
 
     Tensors for images are left out, which is logged once.
     """
-    kept: dict[str, Stored] = {}
-    left_out: list[str] = []
-    for name, one in stored.items():
-        if name.removeprefix("model.").startswith(_OF_IMAGES):
-            left_out.append(name)
-            continue
-        prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
-        kept[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = one
+    names = {name: text_name(name) for name in stored}
+    left_out = [name for name, renamed in names.items() if renamed is None]
     if left_out:
         logger.info(
             "not loaded, as images are not computed: %d tensors, such as %s",
             len(left_out),
             left_out[0],
         )
-    return kept
+    return {renamed: stored[name] for name, renamed in names.items() if renamed is not None}
