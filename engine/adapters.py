@@ -141,10 +141,11 @@ class AdapterTable:
             ConfigError: this engine takes no adapters.
         """
         self._refuse_without_slots()
-        adapter = read_adapter(folder, self._check, is_finite)
-        if digest and adapter.digest != digest:
-            raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")
-        packed_bytes = self._executor.pack_adapter(adapter)
+        with self._executor.keep_cores():  # another node's steps would wait for this thread
+            adapter = read_adapter(folder, self._check, is_finite)
+            if digest and adapter.digest != digest:
+                raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")
+            packed_bytes = self._executor.pack_adapter(adapter)
         return ReadAdapter(adapter, adapter.files.num_bytes + packed_bytes)
 
     def load_again(

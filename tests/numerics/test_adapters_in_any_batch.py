@@ -184,7 +184,11 @@ def test_decodes_with_adapters_run_from_tapes(scene: Scene, name: str) -> None:
     scored(llm, [("", scene.rows()[0][1]), (name, scene.rows()[1][1])])
     assert slots._twin.tapes is not None
     assert any(taped is not None for taped in slots._twin.tapes._tapes.values())
+    scored(llm, [("", scene.rows()[0][1]), ("rslora", scene.rows()[1][1])])
     llm.unload_adapter(name)
+    left = {span.adapter for key in slots._twin.tapes._tapes for span in key[-1]}
+    assert left == {llm.load_adapter("rslora", scene.adapters["rslora"])}
+    llm.unload_adapter("rslora")
     assert not slots._twin.tapes._tapes, "a tape keeps an adapter's memory"
 
 

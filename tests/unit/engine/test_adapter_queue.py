@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +46,9 @@ class Worker:
 
     def pack_adapter(self, adapter: Adapter) -> int:
         return 100
+
+    def keep_cores(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         return [100]
