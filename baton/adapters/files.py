@@ -101,7 +101,8 @@ def open_adapter(source: Path) -> AdapterFiles:
     if gguf is not None:
         return open_gguf(gguf)
     if not source.is_dir():
-        raise AdapterError(f"{source}: no such folder")
+        problem = "is no folder with an adapter" if source.exists() else "no such folder"
+        raise AdapterError(f"{source}: {problem}")
     config, path = read_config(source), source / WEIGHTS_FILE
     if not path.exists() and (source / _PICKLED_FILE).exists():
         problem = f"runs code when it is read; save the adapter as {WEIGHTS_FILE}"
