@@ -116,6 +116,12 @@ class AdapterTable:
         slot = self._slots.get(digest)
         return slot is not None and slot.is_pinned
 
+    def can_have(self, digest: AdapterDigest) -> bool:
+        """Return whether an adapter is in memory, or a slot can become free for it."""
+        slots = self._slots
+        is_full = len(slots) >= self._max_adapters
+        return digest in slots or not (is_full and all(one.is_pinned for one in slots.values()))
+
     def views(self) -> list[AdapterView]:
         """Return all adapters in memory, those used last behind the others."""
         return [

@@ -297,7 +297,7 @@ def _pieces(
     """Read a tensor in pieces of whole numbers; raises AdapterError if the file ends early.
 
     Args:
-        memory: of the tensor's size, or of a piece's, which each piece then overwrites.
+        memory: room for the tensor, or for one piece, which each piece then overwrites.
     """
     file.seek(tensor.begin)
     for first in range(0, tensor.num_bytes, _PIECE_BYTES):

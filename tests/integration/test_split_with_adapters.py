@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import shutil
 import subprocess
@@ -206,6 +207,12 @@ def test_killed_nodes_change_no_token(tmp_path: Path) -> None:
     of_names = [word for name in made for word in ("--adapter", f"{name}={name}")]
     is_over, num_rounds, retried = False, [0] * len(rows), dict[str, int]()
 
+    def has_asked(goal: int) -> bool:
+        return min(num_rounds) >= goal
+
+    def has_retried(before: int) -> bool:
+        return sum(retried.values()) > before
+
     async def ask_often(client: AsyncClient, place: int) -> None:
         name, prompt, output = rows[place]
         while not is_over:
@@ -219,11 +226,10 @@ def test_killed_nodes_change_no_token(tmp_path: Path) -> None:
         nonlocal is_over
         try:
             for node in ("d0", "p0", "d1", "p1"):
-                goal = min(num_rounds) + 2
-                await until(lambda goal=goal: min(num_rounds) >= goal)
+                await until(functools.partial(has_asked, min(num_rounds) + 2))
                 before = sum(retried.values())
                 await asyncio.to_thread(deployment.restart, node)
-                await until(lambda before=before: sum(retried.values()) > before)
+                await until(functools.partial(has_retried, before))
                 await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S)
         finally:
             is_over = True

@@ -274,9 +274,7 @@ def test_odd_values_are_refused_in_one_line(scene: Scene) -> None:
     small: Any = scene.adapters["small"]
     odd: Any
     for odd in ("", "a\nb", "x" * 257, 5, None):
-        with pytest.raises(
-            InvalidRequestError, match=r"^adapter: must have a name of 1 to 256"
-        ):
+        with pytest.raises(InvalidRequestError, match=r"^adapter: must have a name of 1 to 256"):
             llm.load_adapter(odd, small)
     for odd in (None, 5, b"small"):
         with pytest.raises(InvalidRequestError, match=r"^adapter: must be a path or a text, got"):
