@@ -202,7 +202,7 @@ def test_ranks_encode_for_themselves(
     llm.engine.close()
 
 
-@pytest.mark.medium
+@pytest.mark.large
 def test_media_processes_decode_images(
     checkpoint: VisionCheckpoint, prompts: tuple[list[Any], list[list[int]]]
 ) -> None:
