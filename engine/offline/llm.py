@@ -468,7 +468,7 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
-        return [prompts]  # type: ignore[list-item]  # a single prompt
+        return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # a single list of token ids
     return list(prompts)  # type: ignore[arg-type]  # a list of prompts
