@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from baton.api.errors import InvalidRequestError, ModelLoadError
+from baton.media.image_header import FORMATS, upright
 from baton.media.layouts.pixtral import token_pixels
 from baton.media.layouts.processor_files import ProcessorFiles
 
@@ -78,14 +79,16 @@ class Preprocessor:
 def decode(data: bytes) -> Image.Image:
     """Decode the first frame of an image file, upright and in RGB, as transformers does.
 
+    The router computed the prompt from a size with the orientation that `upright` reads.
+
     Raises:
         InvalidRequestError: the file is no image that can be decoded.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
+    Image.MAX_IMAGE_PIXELS = None  # the reader of headers has limits of its own
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            upright = ImageOps.exif_transpose(image)
-            return upright.convert("RGB")
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return upright(image).convert("RGB")
     except Exception as error:  # decoders raise anything for broken files
         raise InvalidRequestError("image", "the file cannot be decoded") from error

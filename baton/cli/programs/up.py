@@ -10,6 +10,7 @@ import typer
 
 from baton.access.access_options import INSECURE_HELP
 from baton.addresses import DEFAULT_ADDRESS
+from baton.api.errors import ConfigError
 from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
 from baton.cli.declared import by_name
 from baton.options import check_limits, option, parse_bytes, same_option
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
 
 _FOR_ROUTER = (
     "policy", "served_model_name", "served_model_aliases", "names_file", "request_defaults",
-    "chat_template",
-    "generation_config", "tool_call_parser", "reasoning_parser", "api_keys_file", "adapter",
-    "adapter_root",
+    "chat_template", "generation_config", "tool_call_parser", "reasoning_parser", "image_hosts",
+    "api_keys_file", "adapter", "adapter_root",
 )  # fmt: skip
 _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
@@ -46,7 +46,9 @@ class UpOptions:
     prefill: int = option(
         1, least=0, help="Number of prefill nodes; 0: decode nodes compute prompts, too."
     )
-    decode: int = option(1, least=1, help="Number of decode nodes.")
+    decode: int = option(
+        1, least=0, help="Number of decode nodes; 0: embeddings, scores and labels only."
+    )
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
     served_model_name: str = same_option(RouterConfig, "served_model_name")
@@ -58,6 +60,7 @@ class UpOptions:
     generation_config: str = same_option(RouterConfig, "generation_config")
     tool_call_parser: str = same_option(RouterConfig, "tool_call_parser")
     reasoning_parser: str = same_option(RouterConfig, "reasoning_parser")
+    image_hosts: str = same_option(RouterConfig, "image_hosts")
     policy: str = same_option(RouterConfig, "policy")
     api_keys_file: str = same_option(RouterConfig, "api_keys_file")
     adapter_root: str = option(
@@ -113,6 +116,8 @@ class UpOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if not self.prefill + self.decode:
+            raise ConfigError("decode: must be 1 or more, got 0")
 
 
 @program
