@@ -302,7 +302,8 @@ class Scheduler:
             self.drafts.plan_step(self.num_competing, self._running)
         if not self._num_steps_in_flight:
             self.masks.wait()
-        self.images.begin_step()
+        if self.images.is_active:
+            self.images.begin_step()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
         num_allowed = ALL
         if is_mixed:

@@ -151,7 +151,7 @@ class PixelMaker:
                 continue
             if isinstance(outcome, BatonError):
                 del self._gathered[images]
-                self._ready.append((images, _error_of(images, digest, outcome)))
+                self._ready.append((images, error_of(images, digest, outcome)))
             else:
                 gathered[digest] = outcome
                 self._finish_if_all(images)
@@ -202,7 +202,7 @@ class PixelMaker:
         return self._loop
 
 
-def _error_of(images: PromptImages, digest: bytes, error: BatonError) -> BatonError:
+def error_of(images: PromptImages, digest: bytes, error: BatonError) -> BatonError:
     """Return an error that names the image's place in the prompt; requests share no error."""
     if not isinstance(error, InvalidRequestError):
         return error

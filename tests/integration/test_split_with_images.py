@@ -12,6 +12,7 @@ from tests.fakes.processes.deployments import complete_all, run_deployment
 from tests.numerics.test_images_equal_transformers import (
     GREEDY,
     assert_equal,
+    block_size,
     draw_parts,
     expected,
     prompt_of,
@@ -45,7 +46,7 @@ def deployment(
         "--dtype",
         "float32",
         "--block-size",
-        "4",
+        str(block_size(checkpoint)),
         "--long-prefill-token-threshold",
         "16",
         "--kv-cache-memory",

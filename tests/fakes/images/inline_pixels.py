@@ -11,7 +11,7 @@ from baton.api.errors import BatonError
 from engine.core.images.prompt_images import ImagePixels, PromptImages
 from engine.engine import Engine
 from engine.images.media_work import read_answer, work_of
-from engine.images.pixel_maker import PixelMaker
+from engine.images.pixel_maker import PixelMaker, error_of
 from models.vision.preprocess import Preprocessor
 
 
@@ -28,11 +28,15 @@ class InlinePixels(PixelMaker):
         self._done: list[tuple[PromptImages, BatonError | None]] = []
 
     def submit(self, images: PromptImages) -> None:
-        try:
-            images.pixels = {d: self._make(file) for d, file in images.files.items()}
-            self._done.append((images, None))
-        except BatonError as error:
-            self._done.append((images, error))
+        made: dict[bytes, ImagePixels] = {}
+        for digest, file in images.files.items():
+            try:
+                made[digest] = self._make(file)
+            except BatonError as error:
+                self._done.append((images, error_of(images, digest, error)))
+                return
+        images.pixels = made
+        self._done.append((images, None))
 
     def take_ready(self) -> list[tuple[PromptImages, BatonError | None]]:
         done, self._done = self._done, []
