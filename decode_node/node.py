@@ -282,7 +282,7 @@ class DecodeNode:
         """Tell the router to place preempted requests again; prompts are not recomputed here."""
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
-            self._fail(job.reservation, "PREEMPTED", "preempted: older requests need its memory")
+            self._fail(job.reservation, "PREEMPTED", "preempted: other requests need its memory")
 
     def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
         request_id = reservation.request.request_id

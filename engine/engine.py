@@ -26,6 +26,7 @@ from engine.images.image_inputs import ImageInputs
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.speculation.speculation import Speculation
 from engine.step_figures import StepFigures
+from engine.step_log import StepLog
 
 AfterLayer = Callable[[int], None]
 _StepInFlight = tuple[SchedulerOutput, PendingStep]
@@ -76,6 +77,7 @@ class Engine:
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self._scheduler, self._grammars, self._speculation = scheduler, grammars, speculation
         self._figures = StepFigures(scheduler, executor)
+        self._log = StepLog(scheduler, executor.config.max_num_requests)
         config = executor.config
         self.adapters = AdapterTable(
             executor, config.max_adapters, config.adapter_cache_bytes, self._adapters_in_use
@@ -95,6 +97,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Return the number of requests that wait for a step; parked ones are not counted."""
         return self._scheduler.num_waiting
+
+    @property
+    def by_priority(self) -> bool:
+        """Return whether requests are scheduled by priority; else by arrival."""
+        return self._scheduler.by_priority
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its id must not be in use.
@@ -260,6 +267,7 @@ class Engine:
         self.images.pass_on(self._scheduler)
         scheduled = self._scheduler.schedule(self._figures.num_beside_decodes())
         self._scheduler.counters.step_s += time.monotonic() - started
+        self._log.note_scheduled(scheduled)
         return scheduled
 
     def execute(
@@ -330,6 +338,7 @@ class Engine:
         self._scheduler.fail_images(output.failed_images)
         self._scheduler.counters.encoder_s += output.encoding_s
         result = self._scheduler.update(scheduled, output)
+        self._log.note_result(result)
         self.adapters.settle()
         if self._speculation is not None:
             drafted = output.draft_token_ids

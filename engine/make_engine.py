@@ -79,6 +79,7 @@ def make_engine(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
         preemption=config.preemption,
+        by_priority=config.scheduling_policy == "priority",
         drafting=speculation,
         masks=MaskThreads(),
         encoder_cache_tokens=config.encoder_cache_tokens,

@@ -181,3 +181,11 @@ class CausalLM(Protocol):
             adapters: the rows that adapters are computed for.
         """
         ...
+
+    def compute_labels(self, hidden: Tensor) -> Tensor:
+        """Return the classification head's logits, ``[n, num_labels]``; for models with a head.
+
+        Args:
+            hidden: ``[n, hidden_size]``, after the last norm.
+        """
+        ...

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.model_folder import MODELOPT_FILE
+from baton.checkpoint.pooling.architectures import Head, read_labels, split_architecture
 from models.family import Family, TextPart
 from models.fields import MAX_PARTS, Fields
 from models.loading.text_parts import rope_fields, text_part
@@ -39,6 +40,8 @@ class ModelConfig:
         num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
         is_text_part: whether the checkpoint also has a vision encoder.
         vision: the vision encoder; None: no images are computed.
+        head: what the checkpoint's head computes; without a head for tokens it generates no text.
+        num_labels: labels of the classification head; 0: none.
     """
 
     architecture: str
@@ -56,6 +59,13 @@ class ModelConfig:
     recipe: Recipe
     is_text_part: bool = False
     vision: VisionSpec | None = None
+    head: Head = Head.TOKENS
+    num_labels: int = 0
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the checkpoint has a head for tokens."""
+        return self.head is Head.TOKENS
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -161,7 +171,7 @@ def _parse(
     Args:
         images: whether to read the vision encoder, too.
     """
-    name = _architecture(fields)
+    name, head = _architecture(fields)
     family = MODELS.load(name)
     if isinstance(family, TextPart):
         name, text = text_part(fields, family)
@@ -176,13 +186,16 @@ def _parse(
         rms_norm_eps=model.rms_norm_eps,
         max_position_embeddings=model.max_position_embeddings,
         max_model_len=model.max_model_len,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        # Without a head for tokens, none is made.
+        tie_word_embeddings=head is not Head.TOKENS or fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
         compute_dtype=_dtype(fields, "compute_dtype"),
         eos_token_ids=_eos_token_ids(fields, generation),
         quantization=parse_quantization(fields, quantization),
         num_mtp_layers=_num_mtp_layers(fields),
         recipe=family.recipe(model),
+        head=head,
+        num_labels=len(read_labels(fields.get)) if head is Head.LABELS else 0,
     )
     return _with_vision(found, whole, family) if images else found
 
@@ -205,15 +218,17 @@ def _with_vision(config: ModelConfig, fields: Fields, part: Family | TextPart) -
     return replace(config, recipe=recipe, vision=part.vision(fields))
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: Fields) -> tuple[str, Head]:
+    """Return the name of a family's generating model, and the head that the checkpoint has."""
     names = fields.texts("architectures")
     supported = MODELS.names()
-    if len(names) != 1 or names[0] not in supported:
+    name, head = split_architecture(names[0]) if len(names) == 1 else ("", Head.TOKENS)
+    if name not in supported:
         found = ", ".join(names) or "none"
         raise fields.wrong(
             "architectures", f"{found} is not supported; supported: {', '.join(supported)}"
         )
-    return names[0]
+    return name, head
 
 
 def _eos_token_ids(*sources: Fields) -> frozenset[int]:

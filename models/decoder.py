@@ -21,7 +21,7 @@ from models.layers.attention import Attention
 from models.layers.computing import Computing
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.latent_attention import LatentAttention
-from models.layers.linear import keep_elements, keep_outputs
+from models.layers.linear import LabelHead, keep_elements, keep_outputs
 from models.layers.mamba2 import Mamba2
 from models.layers.mlp import GatedMLP, SquaredReluMLP
 from models.layers.moe import SparseMoe
@@ -336,6 +336,9 @@ class DecoderForCausalLM(Computing):
         self.lm_head: nn.Module | None = None  # None: the embedding is the head (tied)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.score: nn.Module | None = None
+        if config.num_labels:
+            self.score = LabelHead(config.num_labels, config.hidden_size)
         self._group: Collective = SINGLE_RANK
 
     def shard(self, ranks: Ranks) -> None:
@@ -359,6 +362,8 @@ class DecoderForCausalLM(Computing):
         elif self.lm_head is not None:
             assert isinstance(self.lm_head, nn.Linear)
             keep_outputs(self.lm_head, vocab)
+        if not ranks.is_last_stage and self.score is not None:
+            self.score = Elsewhere()
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
@@ -410,6 +415,12 @@ class DecoderForCausalLM(Computing):
             if self._logits_soft_cap is None
             else self.ops.soft_cap(logits, self._logits_soft_cap)
         )
+
+    def compute_labels(self, hidden: Tensor) -> Tensor:
+        """Implement ``CausalLM.compute_labels``."""
+        assert self.score is not None, "there is no classification head"
+        logits: Tensor = self.score(hidden)
+        return logits
 
     def _gather(self, logits: Tensor) -> Tensor:
         """Join all ranks' logits, of which some ranks may have one fewer: `[n, vocab_size]`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.api.errors import InvalidRequestError
+from baton.api.pooling import check_pooling_params
 from baton.api.prompt import check_prompt, check_sampling_params
 from baton.kv.block_hash import extra_keys_of
 from baton.link.words import DecodeCommand, PrefillCommand
@@ -22,6 +23,12 @@ def new_request(
     """
     params, vocab_size = command.sampling_params, engine.model_config.vocab_size
     token_ids = [*command.prompt_token_ids, *command.output_token_ids]
+    pooling = command.pooling if isinstance(command, PrefillCommand) else None
+    config = engine.model_config
+    if pooling is not None:
+        check_pooling_params(pooling, vocab_size=vocab_size, num_labels=config.num_labels)
+    elif not config.generates:
+        raise InvalidRequestError("model", "generates no text")
     check_prompt(token_ids, vocab_size=vocab_size, max_model_len=engine.max_model_len)
     check_sampling_params(params, vocab_size=vocab_size)
     images = engine.images.of_prompt(command.images, command.prompt_token_ids)
@@ -39,7 +46,9 @@ def new_request(
         extra_keys=extra_keys_of(command.cache_salt),
         adapter=command.adapter,
         epoch=command.epoch,
+        priority=command.priority,
         images=images,
+        pooling=pooling,
     )
 
 

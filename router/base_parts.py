@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.checkpoint.model_folder import ModelLimits, find_model_folder, read_limits
 from baton.checkpoint.model_identity import folder_identity
+from baton.checkpoint.sampling_defaults import read_end_token_ids
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.media.layouts import layout_of
 from baton.text.tokenizer import Tokenizer
@@ -173,10 +174,12 @@ def make_intake(
         parsers=config.texts.make_parsers(readers.tokenizer),
         readers=readers,
         sampling_defaults=config.texts.sampling_defaults(folder),
+        end_token_ids=read_end_token_ids(folder),
         trusts_templates=config.texts.trust_request_chat_template,
         cuts_changing_lines=config.texts.cut_changing_lines,
         logs_prompts=config.log_prompts,
         images=_make_image_reader(config, folder, readers.tokenizer),
+        setup=config.texts.read_setup(folder),
     )
 
 

@@ -9,6 +9,7 @@ step in flight ends. Refuses to know: requests' outcomes, peers, bytes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -42,6 +43,7 @@ _SHAPE = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2**20,
 }
+_NUMBERS = array("f", [1.0]).tobytes()  # of every pooled request
 _KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per token is possible
 
 
@@ -158,13 +160,18 @@ class SimExecutor:
         self._on_layer = on_layer
         # Request id, output and prompt length, by row.
         self._rows: dict[int, tuple[str, TokenAt, int]] = {}
+        self._pooled: set[int] = set()  # rows that sample nothing
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         for new in plan.new_rows:
             prompt = self.requests[new.request_id].token_ids[: new.num_prompt_tokens]
             self._rows[new.row] = new.request_id, self.outputs.output_of(prompt), len(prompt)
+            self._pooled.discard(new.row)
+            if new.pooling is not None:
+                self._pooled.add(new.row)
         rows, shares = self._rows, plan.shares
         sampled: dict[str, tuple[int, ...]] = {}
+        pooled: dict[str, bytes] = {}
         num_decoding = num_kv_tokens = num_tokens = num_pairs = 0
         for at in range(0, len(shares), SHARE):
             row, start, num, num_known = shares[at : at + SHARE]
@@ -177,12 +184,16 @@ class SimExecutor:
                 num_pairs += num * (2 * start + num + 1) // 2
             if start + num >= num_known:
                 sampled[request_id] = (output(num_known - num_prompt),)
+            elif row in self._pooled and start + num == num_prompt:
+                pooled[request_id] = _NUMBERS
         seconds = self._seconds(num_tokens, num_pairs, num_decoding, num_kv_tokens)
         began, self.busy_until = self.now, self.now + seconds
         if hooks.after_layer is not None:
             self._compute_layers(hooks.after_layer, began, seconds)
         self.num_tokens += len(sampled)
-        return _Done(ModelRunnerOutput(sampled, started_at=began, ended_at=self.busy_until))
+        return _Done(
+            ModelRunnerOutput(sampled, pooled=pooled, started_at=began, ended_at=self.busy_until)
+        )
 
     def _compute_layers(
         self, after_layer: Callable[[int], None], began: float, seconds: float

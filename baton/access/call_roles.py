@@ -31,6 +31,10 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "Tokenize": INFER,
         "CountTokens": INFER,
         "ListModels": INFER,
+        "Embed": INFER,
+        "Score": INFER,
+        "Rerank": INFER,
+        "Classify": INFER,
     },
     "baton.v1.NodeLink": {"Link": JOIN},
     "baton.v1.Admin": {

@@ -127,6 +127,7 @@ class RequestDelta(msgspec.Struct, frozen=True, gc=False):
         prefill, decode: receipt of the node, sent with its first or last token.
         error: why the request failed on this node.
         sampled_at: when token 1 was sampled on the prefill node, by `time.monotonic`.
+        pooled: the numbers of a pooled request, little-endian float32; such a delta has no tokens.
     """
 
     request_id: str
@@ -140,6 +141,7 @@ class RequestDelta(msgspec.Struct, frozen=True, gc=False):
     decode: DecodeReceipt | None = None
     error: RequestError | None = None
     sampled_at: float = 0.0
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +290,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
         choice_index: number of the output among a prompt's ``n`` outputs.
         prompt_index: number of the prompt in a batch.
         stop_string: the stop string that ended the text; only in the last piece.
+        pooled: see `RequestDelta`; such an answer is one piece without tokens.
     """
 
     request_id: str
@@ -301,6 +304,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     choice_index: int = 0
     prompt_index: int = 0
     stop_string: str | None = None
+    pooled: bytes = b""
 
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:

@@ -38,6 +38,10 @@ _TOKENIZER_FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     *PROCESSOR_FILES,
+    # Files of sentence-transformers: modules, and folders such as 1_Pooling.
+    "modules.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
 ]
 # Fields that may differ between two folders of the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -151,7 +155,9 @@ def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
 
 
 # Names in config.json -> what the families' files say; imported only to supply a missing limit.
-_MODELS: Registry[Any] = Registry("model architecture", ARCHITECTURES)
+_MODELS: Registry[Any] = Registry(
+    "model architecture", ARCHITECTURES, plugin_group="baton.architectures"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +189,8 @@ def read_limits(folder: Path) -> ModelLimits:
 def _default(architectures: object, field: str) -> object:
     """Return a family's default for a field, or None."""
     names = architectures if isinstance(architectures, list) else []
-    known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES]
+    supported = _MODELS.names()
+    known = [name for name in names if isinstance(name, str) and name in supported]
     return next((_MODELS.load(name).defaults.get(field) for name in known), None)
 
 

@@ -13,7 +13,9 @@ import grpc.aio
 
 from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
+from baton.api.beam_search import BeamCompletion, BeamSearchParams, EarlyStopping
 from baton.api.outputs import Completion, TextDelta
+from baton.api.pooling import Classification, Embedding, Score
 from baton.api.sampling_params import SamplingParams
 from baton.client.channel import AsyncChannel, SyncChannel
 from baton.client.messages import (
@@ -24,10 +26,22 @@ from baton.client.messages import (
     credentials,
     join,
     join_batch,
+    join_beams,
     make_batch_request,
+    make_beam_request,
     make_prompt,
     make_request,
     models_from_proto,
+)
+from baton.client.pooled import (
+    classifications_from_proto,
+    classify_request,
+    embed_request,
+    embeddings_from_proto,
+    ranks_from_proto,
+    rerank_request,
+    score_request,
+    scores_from_proto,
 )
 from baton.link import wire
 from baton.v1 import inference_pb2
@@ -141,6 +155,31 @@ class Client:
         request = make_batch_request(prompts, sampling_params, **options)
         yield from self._read(self._channel.stub().GenerateBatch, request, timeout_s)
 
+    def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[BeamCompletion]]:
+        """Return each prompt's ``beam_width`` best outputs, best first; raises a BatonError.
+
+        The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
+        """
+        beams = BeamSearchParams(
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        request = make_beam_request(prompts, beams, **options)
+        deltas = list(self._read(self._channel.stub().GenerateBatch, request, timeout_s))
+        return join_beams(deltas, beams)
+
     def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids of a prompt, as the model would see them."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
@@ -150,6 +189,60 @@ class Client:
         """Return the number of a prompt's tokens."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt), model=model)
         return int(self._call(self._channel.stub().CountTokens, request).num_tokens)
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Embedding]:
+        """Return the embedding of each text or list of token ids; raises a BatonError.
+
+        Args:
+            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
+                one; empty: none.
+            dimensions: numbers to keep of each embedding; None: all.
+        """
+        request = embed_request(inputs, prompt_name, dimensions, options)
+        return embeddings_from_proto(self._call(self._channel.stub().Embed, request))
+
+    def score(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        *,
+        instruction: str = "",
+        **options: Unpack[RequestOptions],
+    ) -> list[Score]:
+        """Return how well each document fits its query: one for all, or one for each document."""
+        request = score_request(queries, documents, instruction, options)
+        return scores_from_proto(self._call(self._channel.stub().Score, request))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int = 0,
+        instruction: str = "",
+        **options: Unpack[RequestOptions],
+    ) -> list[tuple[int, Score]]:
+        """Return the places of the documents that fit a query best, and their scores, best first.
+
+        Args:
+            top_n: most results; 0: all.
+        """
+        request = rerank_request(query, documents, top_n, instruction, options)
+        return ranks_from_proto(self._call(self._channel.stub().Rerank, request))
+
+    def classify(
+        self, inputs: Sequence[str | Sequence[int]], **options: Unpack[RequestOptions]
+    ) -> list[Classification]:
+        """Return the labels of each text or list of token ids; raises a BatonError."""
+        request = classify_request(inputs, options)
+        return classifications_from_proto(self._call(self._channel.stub().Classify, request))
 
     def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""
@@ -289,6 +382,31 @@ class AsyncClient:
         async for delta in self._read(self._channel.stub().GenerateBatch, request, timeout_s):
             yield delta
 
+    async def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[BeamCompletion]]:
+        """Return each prompt's ``beam_width`` best outputs, best first; raises a BatonError.
+
+        The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
+        """
+        beams = BeamSearchParams(
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        request = make_beam_request(prompts, beams, **options)
+        method = self._channel.stub().GenerateBatch
+        return join_beams([one async for one in self._read(method, request, timeout_s)], beams)
+
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids of a prompt, as the model would see them."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
@@ -298,6 +416,60 @@ class AsyncClient:
         """Return the number of a prompt's tokens."""
         request = inference_pb2.CountTokensRequest(prompt=make_prompt(prompt), model=model)
         return int((await self._call(self._channel.stub().CountTokens, request)).num_tokens)
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Embedding]:
+        """Return the embedding of each text or list of token ids; raises a BatonError.
+
+        Args:
+            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
+                one; empty: none.
+            dimensions: numbers to keep of each embedding; None: all.
+        """
+        request = embed_request(inputs, prompt_name, dimensions, options)
+        return embeddings_from_proto(await self._call(self._channel.stub().Embed, request))
+
+    async def score(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        *,
+        instruction: str = "",
+        **options: Unpack[RequestOptions],
+    ) -> list[Score]:
+        """Return how well each document fits its query: one for all, or one for each document."""
+        request = score_request(queries, documents, instruction, options)
+        return scores_from_proto(await self._call(self._channel.stub().Score, request))
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int = 0,
+        instruction: str = "",
+        **options: Unpack[RequestOptions],
+    ) -> list[tuple[int, Score]]:
+        """Return the places of the documents that fit a query best, and their scores, best first.
+
+        Args:
+            top_n: most results; 0: all.
+        """
+        request = rerank_request(query, documents, top_n, instruction, options)
+        return ranks_from_proto(await self._call(self._channel.stub().Rerank, request))
+
+    async def classify(
+        self, inputs: Sequence[str | Sequence[int]], **options: Unpack[RequestOptions]
+    ) -> list[Classification]:
+        """Return the labels of each text or list of token ids; raises a BatonError."""
+        request = classify_request(inputs, options)
+        return classifications_from_proto(await self._call(self._channel.stub().Classify, request))
 
     async def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from baton.api.beam_search import BeamSearchParams, EarlyStopping
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
 from baton.link import words as link
+from baton.link.wire_pooling import pooling_from_proto, pooling_to_proto
 from baton.telemetry.spans import TraceContext, parse_traceparent
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire.fields import from_message, to_message
@@ -77,6 +79,38 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
     )
 
 
+def beam_search_to_proto(beams: BeamSearchParams) -> inference_pb2.BeamSearch:
+    """Convert a beam search; output length and end tokens travel elsewhere."""
+    return inference_pb2.BeamSearch(
+        beam_width=beams.beam_width,
+        length_penalty=beams.length_penalty,
+        early_stopping=_STOPPING_TO_PROTO[beams.early_stopping],
+    )
+
+
+def beam_search_from_proto(message: inference_pb2.BeamSearch) -> BeamSearchParams:
+    """Convert a beam search; raises InvalidRequestError."""
+    has_penalty = message.HasField("length_penalty")
+    stopping = _STOPPING_FROM_PROTO.get(message.early_stopping)
+    if stopping is None:
+        raise InvalidRequestError("early_stopping", f"has no value {message.early_stopping}")
+    return BeamSearchParams(
+        beam_width=message.beam_width,
+        length_penalty=message.length_penalty if has_penalty else 1.0,
+        early_stopping=stopping,
+    )
+
+
+_STOPPING_TO_PROTO: dict[EarlyStopping, inference_pb2.EarlyStopping] = {
+    False: inference_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: inference_pb2.EARLY_STOPPING_AT_ONCE,
+    "never": inference_pb2.EARLY_STOPPING_NEVER,
+}
+_STOPPING_FROM_PROTO: dict[int, EarlyStopping] = {
+    number: stopping for stopping, number in _STOPPING_TO_PROTO.items()
+}
+
+
 # ------------------------------------------------------------------ node -> router
 
 
@@ -128,6 +162,7 @@ def _delta_to_proto(delta: link.RequestDelta) -> node_pb2.RequestDelta:
         error=node_pb2.RequestError(code=error.code, message=error.message) if error else None,
         logprobs=map(logprobs_to_proto, delta.logprobs),
         prompt_logprobs=prompt_logprobs_to_proto(delta.prompt_logprobs),
+        pooled=delta.pooled,
     )
 
 
@@ -146,6 +181,7 @@ def _delta_from_proto(message: node_pb2.RequestDelta) -> link.RequestDelta:
         error=link.RequestError(message.error.code, message.error.message)
         if has("error")
         else None,
+        pooled=message.pooled,
     )
 
 
@@ -249,7 +285,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.PeerUpdate):
         return node_pb2.RouterMessage(peer_update=to_message(node_pb2.PeerUpdate, command))
     if isinstance(command, link.PrefillCommand):
-        prefill = to_message(node_pb2.PrefillCommand, command, **_messages_of(command))
+        messages = {**_messages_of(command), "pooling": pooling_to_proto(command.pooling)}
+        prefill = to_message(node_pb2.PrefillCommand, command, **messages)
         return node_pb2.RouterMessage(prefill=prefill)
     if isinstance(command, link.DecodeCommand):
         decode = to_message(node_pb2.DecodeCommand, command, **_messages_of(command))
@@ -327,7 +364,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     if kind == "peer_update":
         return from_message(link.PeerUpdate, message.peer_update)
     if kind == "prefill":
-        return _request_from_proto(link.PrefillCommand, message.prefill)
+        pooling = pooling_from_proto(message.prefill)
+        return _request_from_proto(link.PrefillCommand, message.prefill, pooling=pooling)
     if kind == "decode":
         return _request_from_proto(link.DecodeCommand, message.decode)
     if kind == "beat":
@@ -346,7 +384,9 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
 
 
 def _request_from_proto(
-    kind: type[_Command], message: node_pb2.PrefillCommand | node_pb2.DecodeCommand
+    kind: type[_Command],
+    message: node_pb2.PrefillCommand | node_pb2.DecodeCommand,
+    **others: Any,
 ) -> _Command:
     return from_message(
         kind,
@@ -355,4 +395,5 @@ def _request_from_proto(
         sampling_params=sampling_params_from_proto(message.sampling_params),
         trace=_trace_from_proto(message),
         images=_images_from_proto(message.images, len(message.prompt_token_ids)),
+        **others,
     )

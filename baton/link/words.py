@@ -15,6 +15,7 @@ import msgspec
 from baton.api.images import PromptImage
 from baton.api.outputs import RequestDelta as RequestDelta
 from baton.api.outputs import RequestError as RequestError
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
@@ -269,6 +270,7 @@ class RequestCommand:
         adapter: digest of the request's adapter; empty: the base model.
         adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
         pins_adapter: whether the adapter keeps its slot when others need one.
+        priority: the client's order among requests, where smaller goes first.
         trace: parent span of the node's spans; None: not traced.
         images: images of the prompt in order; without files for a node that does not compute the
             prompt.
@@ -284,6 +286,7 @@ class RequestCommand:
     adapter: str = ""
     adapter_source: str = ""
     pins_adapter: bool = False
+    priority: int = 0
     trace: TraceContext | None = None
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
 
@@ -294,9 +297,11 @@ class PrefillCommand(RequestCommand):
 
     Attributes:
         decode_engine_id: node that receives the KV; empty: the request ends here.
+        pooling: numbers to take from the prompt's hidden states, instead of token 1; None: sample.
     """
 
     decode_engine_id: str
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

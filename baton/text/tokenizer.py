@@ -96,6 +96,18 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts, with the special tokens of a pair."""
+        ids: list[int] = self._tokenizer.encode(first, second).ids
+        return ids
+
+    def answer_ids(self) -> tuple[int, int]:
+        """Return the tokens for ``yes`` and ``no``; raises InvalidRequestError without them."""
+        yes, no = map(self._tokenizer.token_to_id, ("yes", "no"))
+        if yes is None or no is None:
+            raise InvalidRequestError("model", "this checkpoint has no tokens for yes and no")
+        return yes, no
+
     def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `encode` in about half its time, but hold the GIL all the time."""
         ids: list[int] = self._tokenizer.encode_batch_fast(

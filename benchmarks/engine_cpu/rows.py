@@ -100,6 +100,22 @@ ENGINE_CPU = (
     _of_06b("x86-64-v4-bf16"),
     _of_06b("x86-64-v3"),
 )
+VISION = Source(
+    "vision",
+    tuple(
+        Row(
+            f"{shape}, {size} pixels, {dtype}: transformers' time / ours",
+            value(f"cases > {shape}, {size} pixels, {dtype} > ratio"),
+            ">= 1.5",
+            "see the log.",
+        )
+        for shape in ("siglip", "qwen2.5-vl")
+        for size in ("384", "1024")
+        for dtype in ("float32", "bfloat16")
+    ),
+    "Vision encoders of published shapes with two layers and random weights, two threads, beside"
+    " `transformers` in one process.",
+)
 MODEL_LOAD = Source("model_load", tuple(
     row
     for weights in ("auto", "int8", "int4", "fp32")
@@ -269,6 +285,11 @@ SUBJECT = Subject(
         ),
         Measurement("engine_cpu.divergence", "kernels/csrc models", (DIVERGENCE,)),
         Measurement("engine_cpu.dtypes", "kernels/csrc models engine/worker/device_choice.py"),
+        Measurement(
+            "engine_cpu.vision",
+            "kernels/csrc kernels/baton_kernels/native models/vision",
+            (VISION,),
+        ),
         Measurement(
             "engine_cpu.families", "kernels/csrc kernels/baton_kernels/native models", (FAMILIES,)
         ),

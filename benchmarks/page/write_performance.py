@@ -20,13 +20,27 @@ from benchmarks.loadtest.rows import SUBJECT as LOADTEST
 from benchmarks.page.headlines import HEADLINES
 from benchmarks.page.page import write
 from benchmarks.page.rows import Json, Measurement
+from benchmarks.pooling.rows import SUBJECT as POOLING
 from benchmarks.router.rows import SUBJECT as ROUTER
 from benchmarks.security.rows import SUBJECT as SECURITY
 from benchmarks.served.rows import SUBJECT as SERVED
 
 PAGE = "docs/performance.md"
 SUBJECTS = (
-    *(HANDOFF, FAULTS, SERVED, LOADTEST, ROUTER, FLEET, ENGINE, ENGINE_CPU, KERNELS, GPU, SECURITY),
+    *(
+        HANDOFF,
+        FAULTS,
+        SERVED,
+        POOLING,
+        LOADTEST,
+        ROUTER,
+        FLEET,
+        ENGINE,
+        ENGINE_CPU,
+        KERNELS,
+        GPU,
+        SECURITY,
+    ),
 )
 
 

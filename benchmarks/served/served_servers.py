@@ -324,8 +324,13 @@ SERVERS = {
 
 
 @contextmanager
-def running(server: Server, job: Job, log: Path) -> Iterator[Live]:
+def running(
+    server: Server, job: Job, log: Path, is_ready: Callable[[str], bool] | None = None
+) -> Iterator[Live]:
     """Start the server, yield when it has answered a request, and stop it at the end.
+
+    Args:
+        is_ready: returns whether the server at a URL answers; None: a request for one token.
 
     Raises:
         RuntimeError: the server ends or does not answer in time; the message is its log's end.
@@ -345,7 +350,7 @@ def running(server: Server, job: Job, log: Path) -> Iterator[Live]:
         )
     try:
         url = f"http://{job.address}"
-        while not answers(url):
+        while not (is_ready or answers)(url):
             timed_out = time.monotonic() > started_at + READY_TIMEOUT_S
             if process.poll() is not None or timed_out:
                 raise RuntimeError(last_words(log))

@@ -103,6 +103,9 @@ class Drafts:
 
     def start(self, request: Request) -> None:
         """Decide whether the drafter reads a request that starts in this step."""
+        if request.pooling is not None:  # no token follows that could be drafted
+            request.cache_class = UNREAD
+            return
         # A request for one token is handed off: the decode node drafts for it, so the drafter must
         # read the prompt here.
         is_passed_on = request.max_num_tokens - request.num_tokens == 1

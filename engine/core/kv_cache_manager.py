@@ -77,10 +77,10 @@ class KVCacheManager:
     def find_cached_blocks(self, request: Request) -> list[int]:
         """Return the blocks of a request's longest cached prefix, without taking references.
 
-        The last known token is left out, as it must be computed for its logits. A request for
-        prompt logprobs needs the logits of its whole prompt, so nothing is found for it.
+        The last known token is left out, as it must be computed for its logits. Prompt logprobs
+        and some poolings need the hidden states of the whole prompt, so nothing is found for them.
         """
-        if request.wants_prompt_logprobs:
+        if request.needs_all_rows:
             return []
         return self._longest_hit(request, request.num_tokens - 1)
 

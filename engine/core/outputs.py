@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.api.outputs import RequestDelta, TokenLogprobs
+from baton.api.outputs import FinishReason, RequestDelta, TokenLogprobs
 from engine.core.request import Request
 
 
@@ -99,6 +99,8 @@ class ModelRunnerOutput:
             step to compute.
         without_numbers: ids of requests with NaN or infinite logits; their tokens mean nothing.
         failed_images: digests of images that could not be encoded, and why; no encoding is kept.
+        pooled: numbers of the pooled requests whose last token was computed, by request id; see
+            `RequestDelta.pooled`.
         started_at, ended_at: when the step was computed, by the monotonic clock.
         drafting_s: seconds spent on making drafts, as part of the step.
         encoding_s: seconds spent on encoding images, as part of the step.
@@ -110,6 +112,7 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     without_numbers: frozenset[str] = frozenset()
     failed_images: Mapping[bytes, str] = field(default_factory=dict)
+    pooled: dict[str, bytes] = field(default_factory=dict)
     started_at: float = field(default=0.0, compare=False)
     ended_at: float = field(default=0.0, compare=False)
     drafting_s: float = field(default=0.0, compare=False)
@@ -126,3 +129,10 @@ class StepResult(msgspec.Struct, frozen=True):
     outputs: tuple[RequestDelta, ...] = ()
     finished: tuple[Request, ...] = ()
     scheduled: SchedulerOutput = SchedulerOutput((), 0)
+
+
+def pooled_delta(request: Request, pooled: bytes) -> RequestDelta:
+    """Return the delta that ends a pooled request."""
+    return RequestDelta(
+        request.request_id, 0, (), FinishReason.STOP, epoch=request.epoch, pooled=pooled
+    )

@@ -15,6 +15,7 @@ from enum import Enum
 
 from baton.api.images import ImageSpan
 from baton.api.outputs import FinishReason, TokenLogprobs
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash, extra_keys_of
 from engine.core.grammar import GrammarState
@@ -67,6 +68,7 @@ class Request:
         block_ids: blocks that hold the KV, in order (`kv_cache_coordinator.py`).
         num_computed_tokens: leading tokens whose KV is in the cache.
 
+        priority: the client's order, smaller first; see ``scheduling_policy``.
         rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
             last.
         row: the worker's row for the request; -1: none. Set by `StepPlanner`.
@@ -74,6 +76,8 @@ class Request:
         num_tokens_in_flight: tokens computed by steps in flight (two at most).
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
             drafts may sample more, but nothing is scheduled after such a step before it ends.
+
+        pooling: numbers to take from the prompt's hidden states; None: tokens are sampled.
 
         adapter: digest of the adapter that computes the request; empty: the base model.
         extra_keys: values that the KV depends on besides the tokens, such as the adapter.
@@ -116,11 +120,13 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     # The request's place among others, and its steps in flight.
+    priority: int = 0
     rank: int = 0
     row: int = -1
     num_planned_blocks: int = 0
     num_tokens_in_flight: int = 0
     num_tokens_pending: int = 0
+    pooling: PoolingParams | None = None
     # The adapter, the prefix cache, and images.
     adapter: str = ""
     extra_keys: tuple[bytes, ...] = ()
@@ -160,8 +166,10 @@ class Request:
         extra_keys: tuple[bytes, ...] = (),
         adapter: str = "",
         epoch: int = 0,
+        priority: int = 0,
         grammar: GrammarState | None = None,
         images: PromptImages | None = None,
+        pooling: PoolingParams | None = None,
     ) -> Request:
         """Make a request from a user's prompt and parameters.
 
@@ -173,6 +181,7 @@ class Request:
             adapter: digest of a loaded adapter; empty: the base model.
             grammar: the grammar's state, if compiled already.
             images: the prompt's images; None: none.
+            pooling: numbers to take from the prompt's hidden states; None: sample tokens.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
         # With a grammar, an end token ends the output even under `ignore_eos`.
@@ -194,10 +203,12 @@ class Request:
             stop_token_ids=stop_token_ids,
             changes_logits=sampling_params.changes_logits,
             grammar=grammar,
+            pooling=pooling,
             adapter=adapter,
             extra_keys=(*extra_keys, *extra_keys_of(b"", adapter)),
             images=images,
             epoch=epoch,
+            priority=priority,
         )
 
     @property
@@ -222,6 +233,12 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Return whether every prompt token must be computed here, even if its KV is cached."""
+        pools_all = self.pooling is not None and self.pooling.needs_all_rows
+        return pools_all or self.wants_prompt_logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:

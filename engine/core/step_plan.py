@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.api.images import ImageSpan
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from engine.core.drafts import is_drafted_for
 from engine.core.images.image_plan import StepImages
@@ -38,6 +39,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
         is_drafted_for: see `engine.core.drafts.is_drafted_for`.
         adapter: digest of the adapter that computes the request; empty: the base model.
         images: the prompt's images, from which positions on three axes follow.
+        pooling: numbers to take from the request's hidden states; None: tokens are sampled.
     """
 
     row: int
@@ -50,6 +52,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     is_drafted_for: bool = False
     adapter: str = ""
     images: tuple[ImageSpan, ...] = ()
+    pooling: PoolingParams | None = None
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +73,8 @@ class StepPlan:
             number of computed tokens, and the number of known tokens, including those that the
             step in flight samples. A request whose last known token is computed samples the next
             token. Computed tokens after the last known one are drafts, and one more token is
-            sampled after each draft. Requests of one adapter are side by side.
+            sampled after each draft. A pooled request samples no token: one token more than its
+            prompt counts as known. Requests of one adapter are side by side.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` where the step in flight
             samples a token.
         constrained: ids of requests that sample by a grammar, or whose thought must end
@@ -142,7 +146,7 @@ class StepPlanner:
                 new_blocks.append(NewBlocks(row, block_ids[request.num_planned_blocks :]))
                 request.num_planned_blocks = len(block_ids)
             start = request.num_computed_tokens + request.num_tokens_in_flight
-            num_known = len(known) + request.num_tokens_pending
+            num_known = len(known) + request.num_tokens_pending + (request.pooling is not None)
             if num_tokens == 1:
                 token_ids.append(known[start] if start < len(known) else UNKNOWN_TOKEN)
             else:
@@ -195,4 +199,5 @@ def _new_row(request: Request) -> NewRow:
         is_drafted_for(request),
         request.adapter,
         request.image_spans,
+        request.pooling,
     )

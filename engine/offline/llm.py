@@ -19,9 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.adapters.digest import NO_ADAPTER, AdapterDigest, AdapterError
 from baton.adapters.sources import locate_adapter
+from baton.api.beam_search import (
+    Beam,
+    BeamCompletion,
+    BeamSearchParams,
+    EarlyStopping,
+    TopTokens,
+    search_beams,
+)
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
+from baton.api.pooling import Classification, Embedding, Score
 from baton.api.prompt import (
+    check_priority,
     check_prompt,
     check_sampling_params,
     choice_request_id,
@@ -30,6 +40,9 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
+from baton.checkpoint.pooling.answers import check_generates
+from baton.checkpoint.pooling.choices import AUTO
+from baton.checkpoint.pooling.setup import read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
 from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
@@ -38,15 +51,8 @@ from engine.core.request import Request
 from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
-from engine.offline.beam_search import (
-    Beam,
-    BeamCompletion,
-    BeamSearchParams,
-    EarlyStopping,
-    TopTokens,
-    search_beams,
-)
 from engine.offline.images import ImagePrompt, take_images, with_images
+from engine.offline.pooling import OfflinePooling, PooledAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +76,8 @@ class LLM:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         adapters: LoRA adapters to load, by name; see `load_adapter`.
+        pooling: what `embed`, `score` and `classify` compute: auto (as the checkpoint's files say),
+            none, last, mean, cls or rerank.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
@@ -84,9 +92,11 @@ class LLM:
         *,
         chat_template: Any = None,
         adapters: Any = MappingProxyType({}),
+        pooling: Any = AUTO,
         **options: Any,
     ) -> None:
         folder = find_model_folder(str(model))
+        setup = read_setup(folder, pooling)
         template_file = None if chat_template is None else Path(chat_template).expanduser()
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
@@ -102,7 +112,9 @@ class LLM:
         except BaseException:
             self.engine.close()
             raise
-        self._answers: dict[str, Answer] = {}  # requests in progress, by request id
+        # Requests in progress, by request id.
+        self._answers: dict[str, Answer | PooledAnswer] = {}
+        self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._num_requests = 0
         self._dead = False
 
@@ -112,6 +124,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt.
@@ -120,6 +133,8 @@ class LLM:
             prompts: texts, lists of token ids, or prompts with images (`ImagePrompt`); one or many.
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
+            priority: order among requests, for all prompts or one per prompt: smaller goes first.
+                Needs ``scheduling_policy="priority"``. Priorities change no token.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -133,10 +148,13 @@ class LLM:
         prompt_list = _as_list(prompts)
         params_list = _one_per_prompt(sampling_params, len(prompt_list))
         names = _adapter_per_prompt(adapter, len(prompt_list))
+        priorities = _priority_per_prompt(priority, len(prompt_list))
         self._load_named(set(names))
         choices = [
-            self._make_choices(prompt, params, name)
-            for prompt, params, name in zip(prompt_list, params_list, names, strict=True)
+            self._make_choices(prompt, params, name, priority)
+            for prompt, params, name, priority in zip(
+                prompt_list, params_list, names, priorities, strict=True
+            )
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
@@ -150,6 +168,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
@@ -162,13 +181,92 @@ class LLM:
             raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
         many = [conversations] if _is_conversation(conversations) else conversations
         prompts = [self._render(messages) for messages in many]  # type: ignore[arg-type]  # checked
-        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
+        return self.generate(
+            prompts, sampling_params, adapter=adapter, priority=priority, progress=progress
+        )
 
     def _render(self, messages: Conversation) -> Prompt:
         assert self.tokenizer is not None
         plain, images = take_images(messages)
         token_ids = self.tokenizer.encode_chat(plain)
         return {"prompt": token_ids, "images": images} if images else token_ids
+
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        adapter: str = "",
+    ) -> list[Embedding]:
+        """Return the embedding of each input.
+
+        Args:
+            inputs: texts or lists of token ids; one or many.
+            prompt_name: which of the checkpoint's prompts to put before each text, such as
+                ``query``; None: its default prompt; empty: none.
+            dimensions: numbers to keep of each embedding, which is then normalized again.
+            adapter: name of a loaded adapter.
+
+        Raises:
+            InvalidRequestError: the model makes no embeddings, or an input is outside its limit.
+        """
+        digest = self._adapter_digest(adapter)
+        return self._pooling.embed(
+            _without_images(inputs), digest, prompt_name=prompt_name, dimensions=dimensions
+        )
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str = "",
+        adapter: str = "",
+    ) -> list[Score]:
+        """Return how well documents fit queries: one query for all documents, or one for each.
+
+        A reranker or a classification head with one label judges pairs; with a model that makes
+        embeddings, a score is the cosine of two.
+
+        Args:
+            instruction: for rerankers, the task in words; empty: the checkpoint's default.
+
+        Raises:
+            InvalidRequestError: the model makes no scores, or a text is outside its limit.
+        """
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        asked = [queries] if isinstance(queries, str) else list(queries)
+        if len(asked) == 1:
+            asked *= len(texts)
+        if len(asked) != len(texts):
+            problem = f"must be one, or one per document ({len(texts)}), got {len(asked)}"
+            raise InvalidRequestError("queries", problem)
+        pairs = list(zip(asked, texts, strict=True))
+        digest = self._adapter_digest(adapter)
+        return self._pooling.score(pairs, digest, instruction=instruction)
+
+    def classify(
+        self, inputs: Prompt | Sequence[Prompt], *, adapter: str = ""
+    ) -> list[Classification]:
+        """Return the most probable label of each input, and the probabilities of all labels.
+
+        Raises:
+            InvalidRequestError: the model has no labels, or an input is outside its limit.
+        """
+        return self._pooling.classify(_without_images(inputs), self._adapter_digest(adapter))
+
+    def _adapter_digest(self, name: str) -> AdapterDigest:
+        self._load_named({name})
+        return self._named(name).digest if name else NO_ADAPTER
+
+    def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
+        """Run pooled requests to their ends."""
+        for answer in answers:
+            self._answers[answer.request.request_id] = answer
+            self.engine.add_request(answer.request)
+        while not all(answer.ended for answer in answers):
+            self._step()
 
     def beam_search(
         self,
@@ -295,6 +393,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         adapter: str = "",
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """Complete one prompt, piece by piece; leaving the loop aborts the request.
 
@@ -302,7 +401,9 @@ class LLM:
         InvalidRequestError on the first iteration.
         """
         self._load_named({adapter})
-        requests = self._make_choices(prompt, sampling_params or SamplingParams(), adapter)
+        requests = self._make_choices(
+            prompt, sampling_params or SamplingParams(), adapter, priority
+        )
         answers = self._begin(requests, streams=True)
         try:
             while not all(answer.ended for answer in answers):
@@ -378,7 +479,7 @@ class LLM:
         return num_ended
 
     def _make_choices(
-        self, prompt: Prompt, params: SamplingParams, adapter: str = ""
+        self, prompt: Prompt, params: SamplingParams, adapter: str = "", priority: int = 0
     ) -> list[Request]:
         """Make one request per wanted output (``SamplingParams.n``) of a prompt.
 
@@ -387,6 +488,7 @@ class LLM:
         """
         digest = self._named(adapter).digest if adapter else NO_ADAPTER
         engine = self.engine
+        check_generates(self._pooling.setup)
         images: Sequence[Any] = ()
         if isinstance(prompt, Mapping):
             images, prompt = prompt.get("images", ()), prompt["prompt"]
@@ -395,6 +497,7 @@ class LLM:
         prompt_images = engine.images.of_prompt(placed, token_ids)
         params = self._with_marks(params, token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
+        self._check_priority(priority)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         self._num_requests += 1
@@ -408,6 +511,7 @@ class LLM:
                 eos_token_ids=engine.eos_token_ids,
                 max_model_len=engine.max_model_len,
                 adapter=digest,
+                priority=priority,
                 grammar=engine.compile_grammar(params),
                 images=prompt_images,
             )
@@ -426,6 +530,13 @@ class LLM:
             prompt, budget_tokens=asked.budget_tokens, must_open=asked.must_open
         )
         return replace(params, thinking=thinking)
+
+    def _check_priority(self, priority: int) -> None:
+        check_priority(priority)
+        if priority and not self.engine.by_priority:
+            raise InvalidRequestError(
+                "priority", 'needs LLM(..., scheduling_policy="priority"), which is "fcfs"'
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         check_prompt(
@@ -466,9 +577,17 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
         yield lambda num: bar.advance(task, num)
 
 
+def _without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
+    """Return inputs to pool as a list; raises InvalidRequestError for prompts with images."""
+    listed = [one for one in _as_list(inputs) if not isinstance(one, Mapping)]
+    if len(listed) < len(_as_list(inputs)):
+        raise InvalidRequestError("inputs", "must be texts or token ids, got images")
+    return listed
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
-        return [prompts]  # type: ignore[list-item]  # a single prompt
+        return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # a single list of token ids
     return list(prompts)  # type: ignore[arg-type]  # a list of prompts
@@ -480,6 +599,14 @@ def _adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[
         problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"
         raise InvalidRequestError("adapter", problem)
     return names
+
+
+def _priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> list[int]:
+    priorities = [priority] * num_prompts if isinstance(priority, int) else list(priority)
+    if len(priorities) != num_prompts:
+        problem = f"must be one or {num_prompts} (one per prompt), got {len(priorities)}"
+        raise InvalidRequestError("priority", problem)
+    return priorities
 
 
 def _one_per_prompt(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -105,6 +105,7 @@ class LaunchedStep:
         done: event of the step's end on the device; None: the step has ended.
         started_at: when the step was launched, by the monotonic clock.
         ended_at: when the step ended, by the monotonic clock; None: unknown before `wait`.
+        pooled: numbers of pooled requests, float32 on the device, by request id.
     """
 
     sampling: SamplingInput
@@ -113,6 +114,7 @@ class LaunchedStep:
     done: torch.Event | None
     started_at: float
     ended_at: float | None = None
+    pooled: Mapping[str, Tensor] = field(default_factory=dict)
 
     def wait(self) -> ModelRunnerOutput:
         """Wait until KV and tokens are here; return the result."""
@@ -123,17 +125,20 @@ class LaunchedStep:
         if self.token_ids is not None:
             drawn = self.token_ids.tolist()
             if NO_TOKEN in drawn:
-                wrong = {row for row, token_id in enumerate(drawn) if token_id == NO_TOKEN}
-                without_numbers = frozenset(self.sampling.request_ids[row] for row in wrong)
+                bad = {row for row, token_id in enumerate(drawn) if token_id == NO_TOKEN}
+                without_numbers = frozenset(self.sampling.request_ids[row] for row in bad)
                 drawn = self.token_ids.clamp(min=0).tolist()  # later code needs a valid token
             sampled = self.sampling.accept(drawn)
+        pooled = {name: numbers.cpu() for name, numbers in self.pooled.items()}
+        wrong = [name for name, numbers in pooled.items() if not numbers.isfinite().all()]
         return ModelRunnerOutput(
             sampled,
             output.logprobs,
             output.prompt_logprobs,
             output.draft_token_ids,
-            without_numbers,
+            without_numbers.union(wrong),
             output.failed_images,
+            {name: numbers.numpy().tobytes() for name, numbers in pooled.items()},
             drafting_s=output.drafting_s,
             encoding_s=output.encoding_s,
             started_at=self.started_at,

@@ -245,6 +245,7 @@ class InputBatch:
             ),
             self._to_device(buffers.sampling_rows.tensor[: len(sampling)]),
             self._pending_tokens(columns.token_ids, token_rows),
+            self._rows.pooled_rows(columns),
         )
         self._keep(columns, step)
         return step

@@ -19,6 +19,7 @@ from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.encodings import Encodings
 from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, ReplayStep
+from engine.worker.pooler import Pooler
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
@@ -63,6 +64,7 @@ class ModelRunner:
         self._drafting, self._sampler = drafting, sampler
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched
         self._model = forward.context.model
+        self._pooler = Pooler(self._model, is_last_stage=ranks.is_last_stage)
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
@@ -140,6 +142,16 @@ class ModelRunner:
             places, rows = prepared.pending_tokens
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
         hidden_states = self._forward.run(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
+        pooled = self._pooler.pool(hidden_states, prepared) if prepared.pooled else {}
+        launched = self._sample(prepared, hidden_states, hooks, started_at)
+        launched.pooled = pooled
+        return launched
+
+    def _sample(
+        self, prepared: PreparedStep, hidden_states: Tensor, hooks: StepHooks, started_at: float
+    ) -> LaunchedStep:
+        """Sample from an eager step's hidden states, `[num_tokens, hidden_size]`."""
+        inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         sampling = prepared.sampling
         if not self._ranks.leads and sampling.request_ids and self._sends_tokens:
             self._receive_tokens()

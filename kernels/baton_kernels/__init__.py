@@ -51,6 +51,7 @@ silu_mul = _ops.silu_mul
 gated_mul = _ops.gated_mul
 gate_mul = _ops.gate_mul
 soft_cap = _ops.soft_cap
+attend_runs = _ops.attend_runs
 norm_rotary_store = _ops.norm_rotary_store
 gated_rms_norm = _ops.gated_rms_norm
 causal_conv = _ops.causal_conv
@@ -96,6 +97,7 @@ __all__ = [
     "add_low_rank",
     "add_low_rank_by_slot",
     "add_rms_norm",
+    "attend_runs",
     "causal_conv",
     "experts",
     "gate_mul",

@@ -67,6 +67,7 @@ def _triton_ops() -> Ops:
         join=reference.join,
         largest=reference.largest,
         soft_cap=reference.soft_cap,
+        attend_runs=reference.attend_runs,
     )
     for name, module in _TRITON.items():
         try:

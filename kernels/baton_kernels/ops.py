@@ -39,6 +39,10 @@ class Ops(Protocol):
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor: ...
 
+    def attend_runs(
+        self, query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, int]]
+    ) -> Tensor: ...
+
     def norm_rotary_store(
         self,
         qkv: Tensor,

@@ -192,6 +192,30 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
 
+def attend_runs(query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Attend in both directions within runs of adjacent rows, such as the patches of an image.
+
+    Args:
+        query: ``[num_rows, num_heads, head_dim]``.
+        keys_values: ``[num_rows, 2, num_heads, head_dim]``, any strides.
+        runs: ``(count, length)``, in order: so many runs of this length.
+
+    Returns:
+        ``[num_rows, num_heads, head_dim]``; products are scaled by ``head_dim ** -0.5``.
+    """
+    found, first = [], 0
+    for count, length in runs:
+        rows = slice(first, first + count * length)
+        q, k, v = (
+            one[rows].view(count, length, *one.shape[1:]).transpose(1, 2)
+            for one in (query, *keys_values.unbind(1))
+        )  # each [count, num_heads, length, head_dim]
+        attended = functional.scaled_dot_product_attention(q, k, v)
+        found.append(attended.transpose(1, 2).flatten(0, 1))
+        first += count * length
+    return torch.cat(found)
+
+
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
     """Round ``x / scale`` to the nearest float8; larger numbers become +-448, NaN stays NaN."""
     return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
@@ -687,6 +711,7 @@ def paged_attention(
     soft_cap: float | None = None,
     value_dim: int | None = None,
     sinks: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from each request's newest tokens to all of its cached tokens.
 
@@ -714,6 +739,8 @@ def paged_attention(
         value_dim: how many leading numbers of each value to use; None: all.
         sinks: ``[num_heads]`` float32: an additional score per head in the softmax, without a value
             (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
+        row_ends: ``[num_tokens]`` int32: the end of the keys that each query sees, where queries
+            see later keys, too, such as others of their image; None: all see keys up to their own.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.
@@ -726,7 +753,8 @@ def paged_attention(
             key, value = gather_kv(kv_cache, blocks, seq_len)
             value = value[..., :value_dim]
             out[start:end] = _attend(
-                *(query[start:end], key, value, scale, sliding_window, soft_cap, sinks)
+                *(query[start:end], key, value, scale, sliding_window, soft_cap, sinks),
+                None if row_ends is None else row_ends[start:end],
             )
         start = end
     return out
@@ -740,6 +768,7 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    row_ends: Tensor | None,
 ) -> Tensor:
     query_len, num_heads, _ = query.shape
     num_kv_heads, seq_len, _ = key.shape
@@ -751,7 +780,8 @@ def _attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     key_at = torch.arange(seq_len, device=query.device)  # [seq_len]
     query_at = key_at[seq_len - query_len :].unsqueeze(1)  # [query_len, 1]
-    hidden = key_at > query_at  # [query_len, seq_len]
+    ends = query_at + 1 if row_ends is None else row_ends[:, None]
+    hidden = key_at >= ends  # [query_len, seq_len]
     if sliding_window is not None:
         hidden = hidden | (key_at <= query_at - sliding_window)
     scores = scores.masked_fill(hidden, -torch.inf)

@@ -40,7 +40,7 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
                     if (pieces)
                         pieces[n] = (piece){r, head, row, 1, max64(begin, (first + s) * span),
                                             min64(length, (first + s + 1) * span), spans,
-                                            spans > 1 ? partials++ : -1};
+                                            spans > 1 ? partials++ : -1, length - 1};
         } else {
             /* Late queries see the most keys: from the last one back, long pieces come first, and short ones fill
              * gaps. */
@@ -48,8 +48,9 @@ static int64_t make_pieces(const attention_call *c, piece *pieces) {
                 for (int64_t head = 0; head < c->num_kv_heads; head++, n++)
                     if (pieces) {
                         int64_t tokens = min64(t, block), position = length - count + t - tokens;
-                        pieces[n] = (piece){r, head, row + t - tokens, tokens,
-                                            first_key(c, position), length - count + t, 1, -1};
+                        int64_t end = c->row_ends ? c->row_ends[row + t - 1] : position + tokens;
+                        pieces[n] = (piece){r, head, row + t - tokens, tokens, first_key(c, position), end,
+                                            1, -1, position};
                     }
         }
     }

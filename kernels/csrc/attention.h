@@ -38,12 +38,20 @@ typedef struct {
     const int32_t *query_start_loc, *seq_lens, *block_table;
     double scale, soft_cap; /* soft_cap 0: none */
     const float *sinks;     /* [num_heads], or NULL */
+    /* [num_tokens], never descending: the end of the keys that a token sees. NULL: a token sees those up to itself. */
+    const int32_t *row_ends;
 } attention_call;
 
-/* Query rows [row, row + num_tokens) of one KV head, over the keys [begin, end). */
+/* Query rows [row, row + num_tokens) of one KV head, over the keys [begin, end); the first is at `position`. */
 typedef struct {
-    int64_t request, kv_head, row, num_tokens, begin, end, num_spans, partial;
+    int64_t request, kv_head, row, num_tokens, begin, end, num_spans, partial, position;
 } piece;
+
+/* Return the end of the keys that the piece's row r sees. */
+INLINE int64_t row_end(const attention_call *c, const piece *p, int64_t r) {
+    int64_t token = r / (c->num_heads / c->num_kv_heads);
+    return c->row_ends ? c->row_ends[p->row + token] : p->position + token + 1;
+}
 
 /* Return the cache row of a key (is_value 0) or value (1). */
 INLINE const void *cache_row(const attention_call *c, const piece *p, int64_t position,
@@ -136,11 +144,11 @@ typedef struct {
 /* Find the tile's keys, from `skip` on, that the piece's rows [start, start + num_rows) see. */
 INLINE void find_seen(const attention_call *c, const piece *p, int64_t tile, int64_t skip, int64_t start,
                       int64_t num_rows, score_rows *rows) {
-    int64_t group = c->num_heads / c->num_kv_heads, first = p->end - p->num_tokens;
+    int64_t group = c->num_heads / c->num_kv_heads;
     for (int64_t r = 0; r < num_rows; r++) {
-        int64_t end = first + (start + r) / group + 1 - tile;
-        rows->seen[r].from = c->sliding_window > 0 ? max64(skip, end - c->sliding_window) : skip;
-        rows->seen[r].to = end;
+        int64_t own_end = p->position + (start + r) / group + 1 - tile;
+        rows->seen[r].from = c->sliding_window > 0 ? max64(skip, own_end - c->sliding_window) : skip;
+        rows->seen[r].to = row_end(c, p, start + r) - tile;
     }
 }
 

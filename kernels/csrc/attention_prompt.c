@@ -165,9 +165,8 @@ INLINE void multiply_block(int tiled, int64_t rows, const float *w, const char *
 /* Attend like attend_block, but with bfloat16 products. */
 INLINE void attend_pairs(int tiled, const attention_call *c, const piece *p, const tiles *t, row_block b,
                          int64_t tile, int64_t skip, int64_t num) {
-    int64_t group = c->num_heads / c->num_kv_heads, padded = padded_dim(c), steps = key_steps(c);
-    int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
-    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* keys that any row may see */
+    int64_t padded = padded_dim(c), steps = key_steps(c);
+    num = min64(num, row_end(c, p, b.start + b.rows - 1) - tile); /* keys that any row may see */
     if (num <= skip) return;
     int64_t begin = skip / HALVES * HALVES, end = ceil_div(num, HALVES) * HALVES;
     for (int64_t q = begin; q < num; q += PANEL)
@@ -238,10 +237,9 @@ INLINE void order_queries(const attention_call *c, const piece *p, const tiles *
 /* Attend with one block of rows to the keys [skip, num) of the tile that begins at `tile`. */
 static void attend_block(const attention_call *c, const piece *p, const tiles *t, row_block b,
                          int64_t tile, int64_t skip, int64_t num) {
-    int64_t group = c->num_heads / c->num_kv_heads, dim = c->head_dim, padded = padded_dim(c);
-    int64_t first = p->end - p->num_tokens; /* position of the piece's first query */
+    int64_t dim = c->head_dim, padded = padded_dim(c);
     fetch nothing = {(const char *)t->keys, 0};
-    num = min64(num, first + (b.start + b.rows - 1) / group + 1 - tile); /* keys that any row may see */
+    num = min64(num, row_end(c, p, b.start + b.rows - 1) - tile); /* keys that any row may see */
     if (num <= skip) return;
     for (int64_t q = skip / PANEL * PANEL; q < num; q += PANEL)
         for (int64_t s = 0; s < num_slices(c); s++) {

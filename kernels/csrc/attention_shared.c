@@ -104,8 +104,8 @@ INLINE void fetch_line(stream *f) {
 }
 
 /* Return how many of the tile's `num` keys any row before `end` sees. */
-INLINE int64_t seen_keys(const shared *s, int64_t first, int64_t end, int64_t tile, int64_t num) {
-    return min64(num, first + (end - 1) / s->group + 1 - tile);
+INLINE int64_t seen_keys(const attention_call *c, const piece *p, int64_t end, int64_t tile, int64_t num) {
+    return min64(num, row_end(c, p, end - 1) - tile);
 }
 
 /* Turn a block's scores [skip, num) into weights, and scale the sums of earlier tiles. */
@@ -302,14 +302,13 @@ INLINE void block_in_tiles(int blocks, const attention_call *c, const piece *p, 
 }
 
 static void span_in_tiles(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
-    int64_t first = p->end - p->num_tokens;
     tiles_begin(ROW_BYTES);
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
         find_rows(c, p, tile, tile <= begin, s);
         pair_values(c, s, skip, num);
         for (int64_t start = 0; start < s->count; start += BLOCK) {
-            int64_t rows = min64(BLOCK, s->count - start), seen = seen_keys(s, first, start + rows, tile, num);
+            int64_t rows = min64(BLOCK, s->count - start), seen = seen_keys(c, p, start + rows, tile, num);
             if (seen <= skip) continue;
             if (rows > TILE_ROWS) block_in_tiles(2, c, p, s, start, rows, tile, skip, seen);
             else block_in_tiles(1, c, p, s, start, rows, tile, skip, seen);
@@ -411,13 +410,13 @@ static void add_values(const attention_call *c, int64_t rows, shared *s, int is_
 }
 
 static void span_in_lanes(const attention_call *c, const piece *p, shared *s, int64_t begin, int64_t end) {
-    int64_t first = p->end - p->num_tokens, num_blocks = ceil_div(s->count, MAX_ROWS);
+    int64_t num_blocks = ceil_div(s->count, MAX_ROWS);
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t skip = max64(0, begin - tile), num = min64(TILE, end - tile);
         find_rows(c, p, tile, tile <= begin, s);
         for (int64_t b = 0; b < num_blocks; b++) {
             int64_t start = s->count * b / num_blocks, rows = s->count * (b + 1) / num_blocks - start;
-            int64_t seen = seen_keys(s, first, start + rows, tile, num);
+            int64_t seen = seen_keys(c, p, start + rows, tile, num);
             if (seen <= skip) continue;
             for (int64_t i = skip / SCORED_KEYS * SCORED_KEYS; i < seen; i += SCORED_KEYS)
                 for (int64_t r = 0; r < rows; r += SCORED_ROWS) {

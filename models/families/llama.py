@@ -24,11 +24,10 @@ Idefics3ForConditionalGeneration = SmolVLMForConditionalGeneration = TextPart(
     by_type={"llama": "LlamaForCausalLM"},
     defaults={
         "vocab_size": 32_000,
-        "hidden_size": 4096,
         "intermediate_size": 11_008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 1e-6,
         "max_position_embeddings": 2048,
     },
     vision=read_tiles,

@@ -43,7 +43,7 @@ from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
 from models.loading.quantized_weights import read_quantized
 from models.loading.stored_weights import StoredTensor, WeightPart, open_safetensors
-from models.loading.text_parts import text_tensors, with_vision_names
+from models.loading.text_parts import text_tensors, with_prefix, with_vision_names
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import Kept, KeptParts
 from models.vision.encoders import make_encoder
@@ -110,7 +110,7 @@ def load_model(
         other = "" if packer is None else ", but for integers and float8 that kernels multiply"
         logger.info("weights are stored as %s, and are kept in %s%s", method, kind, other)
     with ExitStack() as files:
-        stored = open_weights(path, config, files)
+        stored = with_prefix(open_weights(path, config, files), config.recipe.stored_prefix)
         if (experts := config.experts) is not None:
             stored = split_fused_experts(
                 stored,

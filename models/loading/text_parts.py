@@ -28,6 +28,7 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
+_HEADS = ("lm_head.", "score.")
 # SigLIP's module in a vision tower, a name that transformers 5 leaves out.
 _TOWER, _TOWER_BEFORE = "vision_tower.", "vision_tower.vision_model."
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
@@ -129,3 +130,13 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
             left_out[0],
         )
     return kept
+
+
+def with_prefix(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+    """Return tensors under a generating model's names.
+
+    A model that was saved without its head, as for embeddings, has names without the prefix.
+    """
+    if any(name.startswith(prefix) for name in stored):
+        return dict(stored)
+    return {name if name.startswith(_HEADS) else prefix + name: one for name, one in stored.items()}

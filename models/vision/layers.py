@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.layers.computing import Computing
 from models.layers.linear import JoinedLinear
 from models.vision.specs import TransformerSpec
 
@@ -85,7 +86,7 @@ def cut_patches(images: Tensor, size: int) -> tuple[Tensor, tuple[int, int]]:
 # ------------------------------------------------------------------ layers
 
 
-class VisionAttention(nn.Module):
+class VisionAttention(Computing):
     """Attention of all patches of a run to each other.
 
     Args:
@@ -109,27 +110,15 @@ class VisionAttention(nn.Module):
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
         """``[num_patches, hidden_size]`` -> results of the same shape."""
         joined = self.qkv(x).view(len(x), 3, self._num_heads, self._head_dim)
-        query, key, value = joined.unbind(1)  # each [num_patches, num_heads, head_dim]
-        if rotation is not None:
-            query, key = rotated(query, rotation), rotated(key, rotation)
-        attended = attend(query, key, value, runs).flatten(1)
+        query = joined[:, 0]  # [num_patches, num_heads, head_dim]
+        if rotation is None:
+            query = query.contiguous()
+        else:
+            query = rotated(query, rotation)
+            joined[:, 1] = rotated(joined[:, 1], rotation)
+        attended = self.ops.attend_runs(query, joined[:, 1:], runs).flatten(1)
         projected: Tensor = self.get_submodule(self._output)(attended)
         return projected
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> Tensor:
-    """Attend within each run; inputs and result are ``[num_patches, num_heads, head_dim]``."""
-    found, first = [], 0
-    for count, length in runs:
-        end = first + count * length
-        by_run = (
-            one[first:end].unflatten(0, (count, length)).transpose(1, 2)
-            for one in (query, key, value)
-        )  # each [count, num_heads, length, head_dim]
-        attended = functional.scaled_dot_product_attention(*by_run)
-        found.append(attended.transpose(1, 2).flatten(0, 1))
-        first = end
-    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -86,6 +86,7 @@ def decode(data: bytes) -> Image.Image:
     """
     from PIL import Image
 
+    Image.MAX_IMAGE_PIXELS = None  # the reader of headers has limits of its own
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return upright(image).convert("RGB")

@@ -105,18 +105,19 @@ class _QwenTransformer(nn.Module):
 
     def _layers(self, x: Tensor, rotation: Rotation, windows: Runs | None) -> list[Tensor]:
         """Return the results of the merger, and of each deep layer's merger."""
-        spec, deep = self._spec, []
+        spec, deep = self._spec, list[Tensor]()
         everything = ((1, len(x)),)
         for index, layer in enumerate(self.blocks):
             is_full = windows is None or index in spec.full_layers
             x = layer(x, everything if is_full else windows, rotation)
             if index in spec.deep_layers:
                 deep.append(self.deepstack_merger_list[len(deep)](x))
-        return [self.merger(x), *deep]
+        merged: Tensor = self.merger(x)
+        return [merged, *deep]
 
     def _sorted(self, x: Tensor, order: Tensor) -> Tensor:
         """Sort rows of patches ``[n, ...]`` by the squares that they belong to."""
-        return x.unflatten(0, (len(order), -1))[order].flatten(0, 1)
+        return x.view(len(order), -1, *x.shape[1:])[order].flatten(0, 1)
 
     def _rotation(self, places: _Places) -> Rotation:
         each = frequencies(self._spec.theta, self._spec.layers.head_dim // 2)

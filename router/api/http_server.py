@@ -65,6 +65,10 @@ from router.api.http.tokenization import (
 from router.api.images.image_fetch import FETCHER, ImageFetcher
 from router.api.openai_responses.api import responses
 from router.api.openai_responses.request import ResponsesRequest
+from router.api.pooling.classify import ClassifyRequest, classify
+from router.api.pooling.embeddings import EmbeddingRequest, embeddings
+from router.api.pooling.rerank import RerankRequest, rerank
+from router.api.pooling.score import ScoreRequest, score
 from router.api.ui.page import StatusPage
 from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
@@ -84,6 +88,12 @@ _Serve = Callable[[web.Request, HttpOptions], Awaitable[web.StreamResponse | msg
 _Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MakeRequest = Callable[..., web.BaseRequest]
 _SLASHES = re.compile("//+")
+POOLED: dict[str, _Serve] = {
+    "/v1/embeddings": embeddings,
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+    **dict.fromkeys(("/score", "/v1/score"), score),
+    **dict.fromkeys(("/classify", "/v1/classify"), classify),
+}
 # Paths that run the model.
 SERVED: dict[str, _Serve] = {
     "/v1/completions": completions,
@@ -93,15 +103,17 @@ SERVED: dict[str, _Serve] = {
     "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
+    **POOLED,
 }
 # Kinds of bodies that the functions above read.
 BODY_KINDS = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-    TokenizeRequest, DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest,
+    TokenizeRequest, DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest, EmbeddingRequest,
+    RerankRequest, ScoreRequest, ClassifyRequest,
 )  # fmt: skip
 NOT_SERVED = (
-    "/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
-    "/v1/moderations", "/v1/images/generations", "/v1/audio/speech", "/v1/audio/transcriptions",
+    "/pooling", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech",
+    "/v1/audio/transcriptions",
 )  # fmt: skip
 # The server reads and drops the rest of a body for this long, so the client gets its answer.
 _LINGERING_S = 2.0
@@ -414,9 +426,8 @@ class HttpServer:
         bases = self._names.bases
         if any(base.intake.reader.is_starting for base in bases):
             raise ApiError(503, "the processes that read requests are starting")
-        if not any(base.pool.fleet for base in bases):
-            pool = bases[0].pool
-            why = pool.why_no_pair() if self._access.is_open else "no nodes are ready"
+        if not any(base.intake.is_ready for base in bases):
+            why = bases[0].intake.why_not_ready if self._access.is_open else "no nodes are ready"
             raise ApiError(503, why)
         return web.Response(text="ready\n")
 

@@ -90,6 +90,7 @@ class Attempt:
             "adapter": call.terms.adapter,
             "adapter_source": terms.adapter_source.folder,
             "pins_adapter": terms.adapter_source.is_pinned,
+            "priority": call.terms.priority,
             "trace": terms.trace,
         }
         arrives_s = 0.0
@@ -113,7 +114,11 @@ class Attempt:
             work = LegWork(num_tokens=num_uncomputed, num_uncomputed=num_uncomputed)
             self.forecast = self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
-            self.prefill.send(PrefillCommand(decode_engine_id=peer, images=call.images, **for_both))
+            self.prefill.send(
+                PrefillCommand(
+                    decode_engine_id=peer, images=call.images, pooling=call.pooling, **for_both
+                )
+            )
 
     @property
     def nodes(self) -> list[Node]:

@@ -159,6 +159,7 @@ class Dispatcher:
             priority=call.terms.priority,
             principal=call.terms.principal,
             find_cached_tokens=lambda: self._num_cached(call),
+            needs_decode=call.pooling is None,
         ) as ticket:
             left_s = call.timeout_s - ticket.waited_s
             admitted = dataclasses.replace(call, timeout_s=left_s, leaves_room=ticket.leaves_room)

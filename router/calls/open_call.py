@@ -202,9 +202,14 @@ class OpenCall:
             if self._placer.num_waiting < MAX_EXPECTING:
                 give_up_at = max(give_up_at, loop.time() + self._recovery.expected_s())
             until = min(give_up_at, self._expires_at)
-            adapter = self._call.terms.adapter
+            call = self._call
             await self._placer.wait_for_change(
-                failure, num_tokens, until, adapter, has_images=bool(self._call.images)
+                failure,
+                num_tokens,
+                until,
+                call.terms.adapter,
+                has_images=bool(call.images),
+                pools=call.pooling is not None,
             )
             await self._recovery.wait_while_suspect()
             await self._turns.wait_for_turn()

@@ -108,6 +108,7 @@ class OutputBuffer:
         self._num_taken = 0
         self._has_rest = False  # whether the last piece left tokens for the next
         self._finish_reason: FinishReason | None = None
+        self._pooled = b""
         self._logprobs: list[TokenLogprobs] = []  # logprobs of tokens that the reader has not taken
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._waiter: asyncio.Future[None] | None = None  # wakes at once on a first token
@@ -128,6 +129,7 @@ class OutputBuffer:
         self._logprobs += delta.logprobs
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         self._finish_reason = delta.finish_reason
+        self._pooled = delta.pooled
         self.decode_receipt = delta.decode
         self._wake()
 
@@ -184,6 +186,7 @@ class OutputBuffer:
             finish_reason=None if self._has_rest else self._finish_reason,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            pooled=self._pooled,
         )
 
     @property

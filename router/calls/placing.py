@@ -84,8 +84,11 @@ class Placer:
             return self.policy.pick(query, narrow(fleet))
 
         # Make the fleet first, because that may change the revisions that the rollout knows.
-        fleet = pool.fleet
-        chosen = pool.rollout.choose(call.terms.session_id) if is_first else None
+        fleet, chosen = pool.fleet, None
+        if call.pooling is not None:
+            fleet = pool.prompt_fleet
+        elif is_first:
+            chosen = pool.rollout.choose(call.terms.session_id)
         placement = (pick(chosen) if chosen is not None else None) or pick(fleet)
         if placement is not None:
             self.decisions.note(call.scoped_id, query, placement, is_first=is_first)
@@ -103,6 +106,7 @@ class Placer:
         adapter: str = "",
         *,
         has_images: bool = False,
+        pools: bool = False,
     ) -> None:
         """Wait until some node changes, or until ``until``.
 
@@ -112,15 +116,20 @@ class Placer:
             adapter: digest of the adapter that the nodes must have or load; empty: none.
             until: deadline, by the event loop's clock.
             has_images: whether the prompt has images, so that a node must encode them.
+            pools: whether the call is pooled, and so needs a prefill node only.
 
         Raises:
-            NodeUnavailableError: the pool never had nodes of both roles, or time is up.
+            NodeUnavailableError: the pool never had the nodes that the call needs, or time is up.
         """
         pool = self._pool
         now = asyncio.get_running_loop().time() + _EARLY_S
-        if not pool.has_had_both_roles or now >= until:
-            why_no_pair = pool.why_no_pair(num_tokens, adapter, has_images=has_images)
-            why = "; ".join(filter(None, (failure, why_no_pair)))
+        is_possible = pool.has_had_prefill if pools else pool.has_had_both_roles
+        if not is_possible or now >= until:
+            if pools:
+                why_not = pool.why_no_prompt_node(num_tokens, adapter)
+            else:
+                why_not = pool.why_no_pair(num_tokens, adapter, has_images=has_images)
+            why = "; ".join(filter(None, (failure, why_not)))
             raise NodeUnavailableError(why)
         self.num_waiting += 1
         try:

@@ -6,7 +6,7 @@ elsewhere, and some nodes must do the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from baton.link.words import NodeRole
 from router.fleet.fleet import Fleet
@@ -40,6 +40,22 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
 
     # Perhaps no healthy nodes reach each other: then use all nodes.
     return make(unwanted) or make(set())
+
+
+def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -> Fleet:
+    """Return the fleet for prompts that are not handed over: each prefill node with itself.
+
+    Policies then place such a prompt like any other, and need no decode node.
+
+    Args:
+        ready: nodes that may get requests.
+        may_serve: returns whether a revision may get requests.
+    """
+    prefills = [node for node in ready if node.registration.role is NodeRole.PREFILL]
+    prefills = [node for node in prefills if may_serve(node.load.revision)] or prefills
+    unwanted = {node.engine_id for node in ejected(prefills)}
+    loads = _loads_of(prefills, unwanted)
+    return Fleet(loads, loads, {load.engine_id: {load.engine_id: 0.0} for load in loads})
 
 
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:

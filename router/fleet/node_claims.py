@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from baton.adapters.digest import DIGEST_CHARS, is_digest
 from baton.api.outputs import TokenLogprobs
+from baton.api.pooling import pooled_problem
 from baton.engine_config import MAX_ADAPTERS
 from baton.limits import MAX_PEER_INFO_BYTES, MAX_REVISION_CHARS
 from baton.link.words import (
@@ -188,6 +189,8 @@ def _delta_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
         problem = _logprobs_problem(given, vocabulary)
     if delta.error is not None:
         problem = problem or _error_problem(delta.error)
+    if delta.pooled:
+        problem = problem or pooled_problem(delta.pooled)
     return problem or _receipts_problem(delta, vocabulary)
 
 

@@ -38,7 +38,7 @@ from baton.link.words import (
 )
 from router.fleet.adapter_places import AdapterPlaces
 from router.fleet.fleet import Fleet
-from router.fleet.fleet_choice import make_fleet
+from router.fleet.fleet_choice import make_fleet, make_prompt_fleet
 from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
 from router.fleet.load.forecast import ForecastCounts
@@ -127,6 +127,7 @@ class NodePool:
         self._counted_at: float | None = None  # when missed beats were last counted
         self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: made at the next read
+        self._prompt_fleet: Fleet | None = None  # as above
         self._missing_since: float | None = None  # None: computed at the next read
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
@@ -168,6 +169,13 @@ class NodePool:
             self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
         return self._max_model_len
 
+    @property
+    def max_prompt_len(self) -> int:
+        """Most tokens, plus 1, of a prompt that is not handed over; see `max_model_len`."""
+        fleet = self.prompt_fleet
+        limit = self.vocabulary.max_model_len
+        return min(fleet.max_model_len, limit) if fleet else self.max_model_len
+
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
         """Return the longest request, in tokens, that all of these nodes can take."""
         return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
@@ -189,6 +197,11 @@ class NodePool:
         False if only nodes that encode no images have joined so far.
         """
         return self._has_had_encoders or not self._roles_seen
+
+    @property
+    def has_had_prefill(self) -> bool:
+        """Return whether a prefill node has ever joined."""
+        return NodeRole.PREFILL in self._roles_seen
 
     def awaited_until(self, return_s: float) -> float:
         """Return until when a node that completes a pair may return; -inf if none may.
@@ -464,6 +477,14 @@ class NodePool:
         return self._fleet
 
     @property
+    def prompt_fleet(self) -> Fleet:
+        """Prefill nodes that may get prompts now which no decode node continues."""
+        if self._prompt_fleet is None:
+            ready = filter(self.is_eligible, self._nodes.values())
+            self._prompt_fleet = make_prompt_fleet(ready, self.rollout.may_serve)
+        return self._prompt_fleet
+
+    @property
     def num_pairs_connected(self) -> int:
         """Number of connected pairs, including nodes that get no requests."""
         return sum(map(len, self._reach.bandwidths.values()))
@@ -508,8 +529,21 @@ class NodePool:
             self.identity.problem,
         )
 
+    def why_no_prompt_node(self, num_tokens: int, adapter: str = "") -> str:
+        """Return one line that tells a client why no prefill node can take a prompt; see above."""
+        nodes = self._of(NodeRole.PREFILL)
+        if not nodes:
+            return "no prefill node has joined the router"
+        if not self.prompt_fleet:
+            foreign = next(filter(None, map(self.identity.problem, nodes)), "")
+            return foreign or "no prefill node takes requests now: they drain or fail"
+        if adapter and not self.adapters.narrow(self.prompt_fleet, adapter):
+            why = self.adapters.why_not((node.load for node in nodes), adapter)
+            return f"no prefill node can load the adapter {shorten_digest(adapter)}: {why}"
+        return f"no prefill node takes prompts of {num_tokens} tokens"
+
     def _note_change(self) -> None:
-        self._fleet = self._missing_since = None
+        self._fleet = self._prompt_fleet = self._missing_since = None
         self._wake_waiting()
 
     def _wake_waiting(self) -> None:

@@ -114,6 +114,10 @@ class Rollout:
 
         return fleet.only(serves, serves)
 
+    def may_serve(self, revision: str) -> bool:
+        """Return whether no operator has undone a revision."""
+        return revision not in self._undone
+
     def choose(self, session_id: str = "") -> Fleet | None:
         """Return the fleet of the revision whose turn it is, or None for a single revision.
 

@@ -89,6 +89,7 @@ class Admission:
         priority: int = 0,
         principal: Principal = ANYBODY,
         find_cached_tokens: Callable[[], int] = int,
+        needs_decode: bool = True,
     ) -> AsyncIterator[Ticket]:
         """Wait for the request's turn; inside the context the request counts as begun.
 
@@ -99,6 +100,7 @@ class Admission:
             principal: the caller.
             find_cached_tokens: returns how many of the prompt's tokens some node has cached; called
                 only if needed.
+            needs_decode: whether a decode node continues the prompt.
 
         Raises:
             OverloadedError: the request is refused; the error says when to retry.
@@ -109,7 +111,9 @@ class Admission:
         now = asyncio.get_running_loop().time()
         self.check_key(principal)
         self._check_open()
-        num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
+        num_kv_tokens = num_prompt_tokens
+        if needs_decode:
+            num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
         # Requests without a tenant compete with nobody, so their cost does not matter.
         num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
@@ -120,6 +124,7 @@ class Admission:
             num_prompt_tokens=num_prompt_tokens,
             num_kv_tokens=num_kv_tokens,
             num_uncached_tokens=max(num_prompt_tokens - num_cached_tokens, 1),
+            needs_decode=needs_decode,
             arrived_at=now,
             expires_at=now + timeout_s,
         )
@@ -329,6 +334,8 @@ class Admission:
     def _has_room(self, ticket: Ticket) -> bool:
         num_output_tokens = ticket.num_kv_tokens - ticket.num_prompt_tokens
         ticket.leaves_room = self._queue.leaves_room(ticket, asyncio.get_running_loop().time())
+        if not ticket.needs_decode:
+            return self._capacity.has_time(shares=ticket.leaves_room)
         return self._capacity.has_room(
             ticket.num_prompt_tokens, num_output_tokens, shares=ticket.leaves_room
         )
@@ -342,6 +349,7 @@ def make_admission(
     capacity = Capacity(
         lambda: pool.fleet,
         options.prefill_window_s,
+        prompt_fleet=lambda: pool.prompt_fleet,
         shared_prefill_window_s=options.shared_prefill_window_s,
         clock=pool.clock,
     )

@@ -30,6 +30,7 @@ class Capacity:
         shared_prefill_window_s: smaller limit for a tenant that must leave room to others; the
             finished part of a prompt does not count.
         clock: the clock of the nodes' loads.
+        prompt_fleet: returns the nodes for prompts that no decode node continues; None: ``fleet``.
 
     Attributes:
         bias: factor by which recent waits exceeded their estimates.
@@ -42,8 +43,10 @@ class Capacity:
         *,
         shared_prefill_window_s: float = SHARED_PREFILL_WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
+        prompt_fleet: Callable[[], Fleet] | None = None,
     ) -> None:
         self._fleet = fleet
+        self._prompt_fleet = prompt_fleet or fleet
         self._prefill_window_s = prefill_window_s
         self._shared_prefill_window_s = min(shared_prefill_window_s, prefill_window_s)
         self._clock = clock
@@ -59,17 +62,28 @@ class Capacity:
         fleet = self._fleet()
         if not fleet:
             return True
-        prefills = fleet.prefills or fleet.self_prefilling
-        if shares:
-            now, window_s = self._clock(), self._shared_prefill_window_s
-            has_time = any(_left_s(node, now) <= window_s for node in prefills)
-        else:
-            has_time = any(node.prefill_queue_s <= self._prefill_window_s for node in prefills)
-        if not has_time:
+        if not self._has_time(fleet.prefills or fleet.self_prefilling, shares=shares):
             return False
         needed = self.kv_tokens(num_prompt_tokens, max_tokens)
         headroom = 2 * _KV_HEADROOM if shares else _KV_HEADROOM
         return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
+
+    def has_time(self, *, shares: bool = False) -> bool:
+        """Return whether a prefill node can take a prompt now that no decode node continues.
+
+        True if no such node exists.
+
+        Args:
+            shares: see `has_room`.
+        """
+        prefills = self._prompt_fleet().prefills
+        return not prefills or self._has_time(prefills, shares=shares)
+
+    def _has_time(self, prefills: Sequence[NodeLoad], *, shares: bool) -> bool:
+        if shares:
+            now, window_s = self._clock(), self._shared_prefill_window_s
+            return any(_left_s(node, now) <= window_s for node in prefills)
+        return any(node.prefill_queue_s <= self._prefill_window_s for node in prefills)
 
     def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Return the KV tokens that a request will hold, assuming an average output."""

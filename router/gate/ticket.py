@@ -21,6 +21,7 @@ class Ticket:
         num_prompt_tokens: length of the prompt.
         num_kv_tokens: tokens of KV that the request is expected to hold.
         num_uncached_tokens: prompt tokens expected to be computed.
+        needs_decode: whether a decode node continues the prompt.
         num_tokens_used: actual cost of the request in tokens; None until known.
         expires_at: the request's deadline, by the loop's clock.
         is_charged: whether the request's turn came and the tenant was charged.
@@ -40,6 +41,7 @@ class Ticket:
     num_prompt_tokens: int
     num_kv_tokens: int
     num_uncached_tokens: int
+    needs_decode: bool = True
     num_tokens_used: int | None = None
     arrived_at: float
     expires_at: float

@@ -15,6 +15,7 @@ import msgspec
 
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import TextDelta
+from baton.api.pooling import PoolingParams
 from baton.api.prompt import (
     check_priority,
     check_prompt,
@@ -23,7 +24,10 @@ from baton.api.prompt import (
     draw_seed,
 )
 from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.pooling.answers import check_generates
+from baton.checkpoint.pooling.setup import GENERATES_ONLY, PoolingSetup
 from baton.text.tokenizer import Tokenizer
+from router.calls.beam_run import BeamLimits, BeamRun, begin_search
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.admission import Admission
@@ -59,13 +63,15 @@ class Intake:
         parsers: divide the outputs of conversations; None: chosen by the chat template.
         readers: templates to fork the processes that read requests; None: start new processes.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
+        end_token_ids: tokens that end an output, for beam searches.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
         logs_prompts: whether prompts and outputs are logged.
         images: reads images of prompts; None: the model takes none.
+        setup: what the model does besides generating text.
 
     Attributes:
-        tokenizer, cache_salts, parsers, sampling_defaults: see the arguments.
+        tokenizer, cache_salts, parsers, sampling_defaults, setup: see the arguments.
         reader: tokenizes prompts in worker processes.
         answers: makes the answers that clients get.
     """
@@ -82,10 +88,12 @@ class Intake:
         parsers: OutputParsers | None = None,
         readers: EarlyReaders | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        end_token_ids: frozenset[int] = frozenset(),
         trusts_templates: bool = False,
         cuts_changing_lines: bool = True,
         logs_prompts: bool = False,
         images: ImageReader | None = None,
+        setup: PoolingSetup = GENERATES_ONLY,
     ) -> None:
         self._dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -93,7 +101,9 @@ class Intake:
         self.cache_salts = cache_salts or CacheSalts()
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
+        self._end_token_ids = end_token_ids
         self.answers = Answers(tokenizer, self.cache_salts, logs_prompts=logs_prompts)
+        self.setup = setup
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
         self.reader = PromptReader(
@@ -116,7 +126,8 @@ class Intake:
     @property
     def max_model_len(self) -> int:
         """Most tokens (prompt and output) of a request."""
-        return self._dispatcher.pool.max_model_len
+        pool = self._dispatcher.pool
+        return pool.max_model_len if self.setup.generates else pool.max_prompt_len
 
     @property
     def admission(self) -> Admission:
@@ -128,17 +139,41 @@ class Intake:
         self.answers.close()
         self.reader.close()
 
+    @property
+    def is_ready(self) -> bool:
+        """Return whether nodes are here that can serve a request now."""
+        pool = self._dispatcher.pool
+        return bool(pool.fleet if self.setup.generates else pool.prompt_fleet)
+
+    @property
+    def why_not_ready(self) -> str:
+        """Return one line that tells why no request could be served now."""
+        pool = self._dispatcher.pool
+        return pool.why_no_pair() if self.setup.generates else pool.why_no_prompt_node(1)
+
     async def accept(
-        self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        terms: Terms,
+        request_id: str = "",
+        *,
+        pooling: PoolingParams | None = None,
     ) -> Call:
         """Make a checked call of a request; raises InvalidRequestError for a client's mistakes.
 
         Args:
             prompt: text, token ids or a conversation.
             request_id: generated if empty.
+            pooling: numbers to take from the prompt's hidden states; None: sample tokens.
         """
         with self._metrics.accepting():
-            return await self._check(prompt, params, terms, request_id)
+            if pooling is None:
+                check_generates(self.setup)
+            call = await self._check(prompt, params, terms, request_id)
+            if pooling is None:
+                return call
+            return dataclasses.replace(call, pooling=pooling)
 
     async def _check(
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
@@ -181,6 +216,11 @@ class Intake:
             images=read.images,
         )
 
+    def search_beams(self, call: Call, num_outputs: int) -> BeamRun:
+        """Return the beam search that a call's terms ask for; raises as `begin_search` does."""
+        limits = BeamLimits(self.max_model_len, self._vocab_size, self._end_token_ids)
+        return begin_search(call, num_outputs, limits, self._dispatcher)
+
     async def stream(
         self, call: Call, parser: OutputParser | None = None
     ) -> AsyncGenerator[TextDelta, None]:
@@ -192,11 +232,12 @@ class Intake:
         answer = self.answers.open_answer(call, parser, lambda: self._dispatcher.receipt(call))
         try:
             with self._metrics.running() as record:
-                async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+                source = self._dispatcher.run(call) if call.source is None else call.source()
+                async with contextlib.aclosing(source) as outputs:
                     async for item in outputs:
                         delta = answer.add(item)
                         if delta.finish_reason is None:
-                            if delta.output_index == 0:
+                            if delta.output_index == 0 and call.source is None:
                                 self._dispatcher.note_ttft(call)
                             yield delta
                             continue

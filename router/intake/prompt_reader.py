@@ -57,6 +57,14 @@ class ReadPrompt:
 Prompt = str | Sequence[int] | ChatPrompt | IllustratedPrompt | ReadPrompt
 
 
+@dataclass(frozen=True, slots=True)
+class PairPrompt:
+    """Two texts to tokenize as a pair, such as query and document."""
+
+    first: str
+    second: str
+
+
 def is_chat(prompt: Prompt) -> bool:
     """Return whether a prompt is a conversation."""
     return isinstance(prompt, ChatPrompt)
@@ -193,7 +201,7 @@ class PromptReader:
 
     async def read(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PairPrompt,
         principal: Principal = ANYBODY,
         *,
         add_special_tokens: bool = True,
@@ -223,7 +231,7 @@ class PromptReader:
 
     async def tokenize(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PairPrompt,
         principal: Principal = ANYBODY,
         *,
         add_special_tokens: bool = True,
@@ -234,13 +242,13 @@ class PromptReader:
 
     async def _encode(
         self,
-        prompt: str | Sequence[int] | ChatPrompt,
+        prompt: str | Sequence[int] | ChatPrompt | PairPrompt,
         principal: Principal,
         add_special_tokens: bool,
     ) -> list[int]:
         """Return a prompt's token ids, with markers in the places of images."""
         max_model_len = self._max_model_len()
-        if not isinstance(prompt, str | ChatPrompt):
+        if not isinstance(prompt, str | ChatPrompt | PairPrompt):
             limit = max_model_len - 1
             if len(prompt) > limit:
                 raise PromptTooLongError("prompt", len(prompt), limit)
@@ -256,6 +264,10 @@ class PromptReader:
                 max_model_len=max_model_len,
                 caller=caller,
                 add_special_tokens=add_special_tokens,
+            )
+        if isinstance(prompt, PairPrompt):
+            return await self._texts.encode_pair(
+                prompt.first, prompt.second, max_model_len=max_model_len, caller=caller
             )
         if not prompt.messages:
             raise InvalidRequestError("chat", "must have at least 1 message, got 0")

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.api.errors import ConfigError
+from baton.checkpoint.pooling.choices import POOLING_CHOICES, POOLING_HELP
 from baton.options import check_limits, option
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 if TYPE_CHECKING:
+    from baton.checkpoint.pooling.setup import PoolingSetup
     from baton.text.tokenizer import Tokenizer
     from router.intake.parsers.choice import OutputParsers
 
@@ -26,7 +28,7 @@ CALM_SAMPLING = {"temperature": 0.7}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """Options of chat templates, output parsers and default sampling."""
+    """Options of chat templates, output parsers, default sampling and pooling."""
 
     chat_template: str = option(
         "", help="Jinja file to use instead of the checkpoint's chat template."
@@ -59,6 +61,8 @@ class TextOptions:
         help="Format in which the model writes its reasoning; auto: by its chat template.",
     )
 
+    pooling: str = option(AUTO, choices=POOLING_CHOICES, help=POOLING_HELP)
+
     def __post_init__(self) -> None:
         check_limits(self)
 
@@ -77,6 +81,15 @@ class TextOptions:
         shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
         logger.info("sampling defaults %s: %s", source, shown)
         return defaults
+
+    def read_setup(self, folder: Path) -> PoolingSetup:
+        """Return what the model does besides generating text; raises ConfigError."""
+        from baton.checkpoint.pooling.setup import read_setup
+
+        setup = read_setup(folder, self.pooling)
+        generates = "text and " if setup.generates else ""
+        logger.info("requests are served for: %s%s", generates, setup.task.value)
+        return setup
 
     def load(self, folder: Path) -> tuple[Tokenizer | None, OutputParsers]:
         """Return a model's tokenizer (or None) and its parsers; ConfigError for bad options."""

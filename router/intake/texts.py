@@ -31,7 +31,7 @@ MAX_TOOLS = 1_024
 # Most bytes of a prompt's tools and options; templates may render them shorter.
 _MAX_EXTRA_BYTES = 2**16
 _MAX_CHAR_BYTES = 6  # longest form of a character in JSON: "\\u0007"
-_TEXT, _BARE_TEXT, _CHAT = b"t", b"b", b"c"
+_TEXT, _BARE_TEXT, _CHAT, _PAIR = b"t", b"b", b"c", b"p"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,18 @@ class Texts:
         kind = _TEXT if add_special_tokens else _BARE_TEXT
         return await self._run("prompt", kind + utf8, caller)
 
+    async def encode_pair(
+        self, first: str, second: str, *, max_model_len: int, caller: str = ""
+    ) -> list[int]:
+        """Return the token ids of two texts, with the special tokens of a pair; see `encode`."""
+        num_chars = len(first) + len(second)
+        self._check_num_chars("prompt", num_chars, max_model_len)
+        for text in (first, second):
+            _utf8("prompt", text)
+        if num_chars <= SHORT_TEXT_CHARS:
+            return self._tokenizer.encode_pair(first, second)
+        return await self._run("prompt", _PAIR + msgspec.json.encode([first, second]), caller)
+
     async def encode_chat(
         self, prompt: ChatPrompt, *, max_model_len: int, caller: str = ""
     ) -> list[int]:
@@ -200,7 +212,9 @@ def fork_texts(tokenizer: Tokenizer) -> EarlyTemplate:
 def _work_of(tokenizer: Tokenizer) -> Work:
     def work(frame: bytes) -> bytes:
         kind = frame[:1]
-        if kind != _CHAT:
+        if kind == _PAIR:
+            token_ids = tokenizer.encode_pair(*msgspec.json.decode(frame[1:]))
+        elif kind != _CHAT:
             text = frame[1:].decode()
             token_ids = tokenizer.encode_long(text, add_special_tokens=kind == _TEXT)
         else:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class Step:
             sliding_window=self.window,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            row_ends=self.metadata.row_ends,
         )
 
 
@@ -128,6 +129,24 @@ def test_any_shape(
         MIXED, block_size=block_size, head_dim=head_dim, num_kv_heads=num_kv_heads, ratio=ratio
     )
     torch.testing.assert_close(step.run(backend), step.expected())
+
+
+def test_tokens_of_an_image_see_each_other(backend: AttentionBackend) -> None:
+    """Tokens see to the end of their image; text between images sees up to itself."""
+    if "Triton" in type(backend).__name__:
+        pytest.skip("backends for GPUs do not take ends of rows")
+    for lens, window in ((([700, 300, 1], [700, 410, 9]), None), (([90, 30, 1], [90, 230, 9]), 50)):
+        step = make_step(lens, window=window, ratio=3)
+        ends = []
+        for query_len, seq_len in zip(*lens, strict=True):
+            own = torch.arange(seq_len - query_len, seq_len) + 1
+            of_image = -(-own // 40) * 40  # images of 40 tokens, but text in every third place
+            ends.append(torch.where(of_image // 40 % 3 == 0, own, of_image.clamp(max=seq_len)))
+        seeing = replace(step.metadata, row_ends=torch.cat(ends).to(torch.int32))
+        seeing_step = replace(step, metadata=seeing)
+        found = seeing_step.run(backend)
+        torch.testing.assert_close(found, seeing_step.expected())
+        assert not torch.allclose(found, step.expected(), atol=1e-3)
 
 
 def test_padding_tokens_come_back_as_zeros(backend: AttentionBackend) -> None:

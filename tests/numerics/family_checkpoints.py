@@ -219,7 +219,12 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
-        Family({"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}}),
+        Family(
+            {
+                "plain": {},
+                "biases": {"attention_bias": True, "mlp_bias": True},
+            }
+        ),
     ),
     "LlamaForCausalLM": Family(
         {

@@ -10,6 +10,7 @@ import typer
 
 from baton.access.access_options import INSECURE_HELP
 from baton.addresses import DEFAULT_ADDRESS
+from baton.api.errors import ConfigError
 from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
 from baton.cli.declared import by_name
 from baton.options import check_limits, option, parse_bytes, same_option
@@ -45,7 +46,9 @@ class UpOptions:
     prefill: int = option(
         1, least=0, help="Number of prefill nodes; 0: decode nodes compute prompts, too."
     )
-    decode: int = option(1, least=1, help="Number of decode nodes.")
+    decode: int = option(
+        1, least=0, help="Number of decode nodes; 0: embeddings, scores and labels only."
+    )
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
     served_model_name: str = same_option(RouterConfig, "served_model_name")
@@ -113,6 +116,8 @@ class UpOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if not self.prefill + self.decode:
+            raise ConfigError("decode: must be 1 or more, got 0")
 
 
 @program

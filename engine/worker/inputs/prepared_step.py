@@ -12,6 +12,7 @@ from baton_kernels.state_metadata import StateMetadata
 from engine.core.images.image_plan import StepImages
 from engine.sampling.logprobs import PromptRows
 from engine.sampling.sampling_input import SamplingInput
+from engine.worker.inputs.pooled_rows import PooledRows
 from models.base import AdapterSpan, ImageRows, spans_of_rows
 
 
@@ -44,6 +45,7 @@ class PreparedStep:
         pending_tokens: tokens that the previous step samples, as `(places, rows)`, int64 on the
             device: places in ``input_ids``, rows in `InputBatch.last_tokens`; None: all are known.
         images: what the step does with images; None: nothing.
+        pooled: tokens of requests that are pooled.
     """
 
     model: ModelInput
@@ -51,6 +53,7 @@ class PreparedStep:
     prompt_rows: tuple[PromptRows, ...]
     sampling_rows: Tensor
     pending_tokens: tuple[Tensor, Tensor] | None
+    pooled: tuple[PooledRows, ...] = ()
     images: StepImages | None = None
 
     @property

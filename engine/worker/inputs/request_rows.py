@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from baton.api.pooling import PoolingParams
 from engine.core.step_plan import SHARE, NewRow, StepPlan
 from engine.sampling.device_sampling import kernel_parameters
 from engine.sampling.logprobs import PromptRows
@@ -14,6 +15,7 @@ from engine.sampling.sampling_input import (
     SamplingInput,
     parameters_row,
 )
+from engine.worker.inputs.pooled_rows import PooledRows
 from engine.worker.inputs.step_columns import Ints, StepColumns
 from models.base import AdapterSpan
 
@@ -45,6 +47,7 @@ class RequestRows:
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
         self._adapters: dict[int, str] = {}  # digests, by row; of rows with an adapter
+        self._pooling: dict[int, PoolingParams] = {}  # by row; of rows that are pooled
         # All known tokens, by row; of rows whose sampling looks back at them.
         self._known: dict[int, list[int]] = {}
 
@@ -64,6 +67,9 @@ class RequestRows:
         self._adapters.pop(row, None)
         if new.adapter:
             self._adapters[row] = new.adapter
+        self._pooling.pop(row, None)
+        if new.pooling is not None:
+            self._pooling[row] = new.pooling
         if new.token_ids:
             self._known[row] = new.token_ids.copy()
         self.parameters[row] = parameters_row(new)
@@ -98,6 +104,23 @@ class RequestRows:
                 spans.append(AdapterSpan(adapter, first, end))
             first = end
         return tuple(span for span in spans if span.adapter)
+
+    def pooled_rows(self, columns: StepColumns) -> tuple[PooledRows, ...]:
+        """Return the step's tokens of pooled requests, in the step's order."""
+        if not self._pooling:
+            return ()
+        found: list[PooledRows] = []
+        first = 0
+        for row, start, num_tokens in zip(
+            columns.rows.tolist(), columns.starts.tolist(), columns.query_lens.tolist(), strict=True
+        ):
+            params = self._pooling.get(row)
+            if params is not None:
+                is_last = start + num_tokens == self._rows[row].num_prompt_tokens
+                name, end = self.request_ids[row], first + num_tokens
+                found.append(PooledRows(name, params, row, first, end, start, is_last))
+            first += num_tokens
+        return tuple(found)
 
     def sampling_input(self, columns: StepColumns) -> SamplingInput:
         """Return the sampler's input for the step's sampled tokens."""

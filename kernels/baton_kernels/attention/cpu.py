@@ -68,7 +68,7 @@ class CpuAttention:
         if self._plan.num_rows < len(out):
             out[self._plan.num_rows :].zero_()
         for index, chunk in enumerate(self._plan.prompts):
-            mask = self._prompt_mask(index, chunk, window, query)
+            mask = self._prompt_mask(index, chunk, window, query, metadata.row_ends)
             self._run_prompt(out, query, cache, chunk, mask, options)
         for index, group in enumerate(self._plan.decodes):
             mask = self._decode_mask(~index, group, window, query)
@@ -143,16 +143,22 @@ class CpuAttention:
         return gathered.view(2, num_kv_heads, -1, head_dim).to(dtype)  # copies only float8
 
     def _prompt_mask(
-        self, index: int, chunk: PromptChunk, window: int | None, query: Tensor
+        self,
+        index: int,
+        chunk: PromptChunk,
+        window: int | None,
+        query: Tensor,
+        row_ends: Tensor | None,
     ) -> Tensor | None:
         """Make a mask ``[query_len, seq_len]`` to add to the scores; None: SDPA's own suffices."""
-        if window is None and chunk.query_len == chunk.seq_len:
+        if window is None and chunk.query_len == chunk.seq_len and row_ends is None:
             return None
         mask = self._masks.get((index, window, query.dtype))
         if mask is None:
             key_at = torch.arange(chunk.seq_len, device=query.device)  # [seq_len]
             query_at = key_at[-chunk.query_len :].unsqueeze(1)  # [query_len, 1]
-            mask = _additive(_outside(key_at, query_at, window), query.dtype)
+            ends = None if row_ends is None else row_ends[chunk.rows, None]
+            mask = _additive(_outside(key_at, query_at, window, ends), query.dtype)
             self._masks[index, window, query.dtype] = mask
         return mask
 
@@ -216,9 +222,15 @@ def _attend(
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).to(query.dtype)
 
 
-def _outside(key_at: Tensor, query_at: Tensor, window: int | None) -> Tensor:
-    """Return True where a query at ``query_at`` must not see the key at ``key_at``."""
-    hidden = key_at > query_at  # [queries, keys]
+def _outside(
+    key_at: Tensor, query_at: Tensor, window: int | None, ends: Tensor | None = None
+) -> Tensor:
+    """Return True where a query at ``query_at`` must not see the key at ``key_at``.
+
+    Args:
+        ends: end of the keys that each query sees; None: they end with the query's own.
+    """
+    hidden = key_at >= (query_at + 1 if ends is None else ends)  # [queries, keys]
     return hidden if window is None else hidden | (key_at <= query_at - window)
 
 

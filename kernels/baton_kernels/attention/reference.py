@@ -38,4 +38,5 @@ class ReferenceAttention:
             metadata.query_lens,
             metadata.seq_lens_host,
             **options._asdict(),
+            row_ends=metadata.row_ends,
         )

@@ -213,7 +213,7 @@ class AttentionCall(Structure):
         *_fields(c_int64, "block_stride kv_stride head_stride token_stride sliding_window"),
         *_fields(c_void_p, "query kv_cache out query_start_loc seq_lens block_table"),
         *_fields(c_double, "scale soft_cap"),
-        *_fields(c_void_p, "sinks"),
+        *_fields(c_void_p, "sinks row_ends"),
     )
 
 

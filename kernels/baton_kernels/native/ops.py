@@ -620,10 +620,33 @@ class NativeOps:
             *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr()),
             *(table.data_ptr(), scale, soft_cap or 0.0),
             None if sinks is None else sinks.data_ptr(),
+            None if metadata.row_ends is None else metadata.row_ends.data_ptr(),
         )
-        tensors = (metadata.query_start_loc, metadata.seq_lens, table, sinks)
+        tensors = (metadata.query_start_loc, metadata.seq_lens, table, sinks, metadata.row_ends)
         self._run(self._library.baton_attention, call, query, kv_cache, out, *tensors)
         return out
+
+    def attend_runs(
+        self, query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        """Compute ``reference.attend_runs`` with native kernels.
+
+        Each run is a request, whose keys and values lie in one block.
+        """
+        found, first = [], 0
+        for count, length in runs:
+            rows = slice(first, first + count * length)
+            # [count, 2, num_heads, length, head_dim], no copy
+            blocks = (
+                keys_values[rows].view(count, length, *keys_values.shape[1:]).permute(0, 2, 3, 1, 4)
+            )
+            options = AttentionOptions(scale=query.shape[2] ** -0.5)
+            attended = self.attention(query[rows], blocks, _whole_runs(count, length), options)
+            if attended is None:
+                return reference.attend_runs(query, keys_values, runs)
+            found.append(attended)
+            first += count * length
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     @property
     def find_run(self) -> Callable[[int, int, int, int], int]:
@@ -856,6 +879,25 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _tensors_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
     return (None,) * 4 if groups is None else groups.tensors
+
+
+def _whole_runs(count: int, length: int) -> AttentionMetadata:
+    """Describe runs whose rows all see their whole run, each in the block of its own number."""
+    num_rows = count * length
+    lengths = torch.full((count,), length, dtype=torch.int32)
+    return AttentionMetadata(
+        num_requests=count,
+        num_tokens=num_rows,
+        query_start_loc=torch.arange(0, num_rows + 1, length, dtype=torch.int32),
+        seq_lens=lengths,
+        block_table=torch.arange(count, dtype=torch.int32)[:, None],
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        max_query_len=length,
+        max_seq_len=length,
+        query_lens=(length,) * count,
+        seq_lens_host=(length,) * count,
+        row_ends=torch.full((num_rows,), length, dtype=torch.int32),
+    )
 
 
 def _plain(*tensors: Tensor) -> bool:

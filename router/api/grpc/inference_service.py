@@ -13,29 +13,33 @@ import msgspec
 import structlog
 
 from baton.api.errors import InvalidRequestError
-from baton.api.outputs import TextDelta
+from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.link import wire
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton.wire import types as wire_types
+from router.api.grpc import pooled
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake.images.image_reader import ImageFile
 from router.intake.intake import MAX_REQUEST_ID_CHARS
+from router.intake.pooled import PooledRequests
 from router.intake.prompt_reader import IllustratedPrompt, Prompt
 from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 from router.names.table import NameTable
 
+MAX_TRAILERS = 16  # most receipts of a pooled request in its trailers, which clients limit
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 NamingRequest = (
     inference_pb2.GenerateRequest
     | inference_pb2.GenerateBatchRequest
     | inference_pb2.TokenizeRequest
     | inference_pb2.CountTokensRequest
+    | inference_pb2.PooledTerms
 )
 
 
@@ -95,6 +99,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         prompts = [_prompt_from_proto(prompt, served) for prompt in request.prompts]
         params = dataclasses.replace(_params_from_proto(request.sampling_params), n=n)
         terms = self._terms(request, context, served)
+        if request.HasField("beam_search"):
+            beams = wire.beam_search_from_proto(request.beam_search)
+            terms = dataclasses.replace(terms, beams=beams)
         _name(context, request.request_id)
         calls = await accept_choices(served.intake, prompts, params, terms, request.request_id)
         _note_accepted(context, calls, n)
@@ -145,6 +152,44 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             ]
         )
 
+    async def Embed(  # gRPC prescribes this name
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        """Return the embedding of each input; up to 16 receipts are in the trailers."""
+        response, receipts = await pooled.embed(request, self._pooled(request.terms, context))
+        _note_pooled(context, receipts)
+        return response
+
+    async def Score(  # gRPC prescribes this name
+        self, request: inference_pb2.ScoreRequest, context: Context
+    ) -> inference_pb2.ScoreResponse:
+        """Return how well each document fits its query."""
+        response, receipts = await pooled.score(request, self._pooled(request.terms, context))
+        _note_pooled(context, receipts)
+        return response
+
+    async def Rerank(  # gRPC prescribes this name
+        self, request: inference_pb2.RerankRequest, context: Context
+    ) -> inference_pb2.RerankResponse:
+        """Return the documents in the order in which they fit the query."""
+        response, receipts = await pooled.rerank(request, self._pooled(request.terms, context))
+        _note_pooled(context, receipts)
+        return response
+
+    async def Classify(  # gRPC prescribes this name
+        self, request: inference_pb2.ClassifyRequest, context: Context
+    ) -> inference_pb2.ClassifyResponse:
+        """Return the labels of each input."""
+        response, receipts = await pooled.classify(request, self._pooled(request.terms, context))
+        _note_pooled(context, receipts)
+        return response
+
+    def _pooled(self, asked: inference_pb2.PooledTerms, context: Context) -> PooledRequests:
+        """Return the named model's pooled requests under the client's terms."""
+        _name(context, asked.request_id)
+        served = self._find_name(asked, context)
+        return PooledRequests(served.intake, self._terms(asked, context, served), asked.request_id)
+
     async def _begin(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
@@ -182,7 +227,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _terms(
         self,
-        request: inference_pb2.GenerateRequest | inference_pb2.GenerateBatchRequest,
+        request: inference_pb2.GenerateRequest
+        | inference_pb2.GenerateBatchRequest
+        | inference_pb2.PooledTerms,
         context: Context,
         served: ServedName,
     ) -> Terms:
@@ -213,6 +260,13 @@ def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1
         _name(context, calls[0].request_id)
     prompts = (call.prompt_token_ids for call in calls[::num_choices])
     context.entry.num_prompt_tokens = sum(map(len, prompts))
+
+
+def _note_pooled(context: Context, receipts: Sequence[Receipt]) -> None:
+    """Put the inputs' lengths into log lines, and the receipts of short requests into trailers."""
+    context.entry.num_prompt_tokens = sum(one.num_prompt_tokens for one in receipts)
+    shown = receipts if len(receipts) <= MAX_TRAILERS else ()
+    context.set_trailing_metadata(tuple(map(receipt_trailer, shown)))
 
 
 def _params_from_proto(params: types_pb2.SamplingParams) -> SamplingParams:

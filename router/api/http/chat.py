@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from baton.api.beam_search import MAX_BEAM_TOKENS
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
@@ -290,6 +291,8 @@ async def open_chat(
 def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
     """Return the request's limit of output tokens; by default, as many as fit."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.use_beam_search:
+        room = min(room, MAX_BEAM_TOKENS)
     return named.num_tokens(asked, max(room, 1, body.min_tokens or 0))
 
 

@@ -72,5 +72,6 @@ class CallText:
             output.logprobs[: len(token_ids)],
             prompt_logprobs=output.prompt_logprobs,
             stop_string=text.stop_string if text is not None else None,
+            pooled=output.pooled,
             **parts,
         )

@@ -22,6 +22,7 @@ from baton.api.outputs import (
     TextDelta,
     TokenLogprobs,
 )
+from baton.api.pooling import PoolingKind, PoolingParams
 from baton.api.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.api.thinking import Thinking
@@ -161,6 +162,7 @@ deltas = st.builds(
     prefill=st.none() | prefill_receipts,
     decode=st.none() | decode_receipts,
     error=st.none() | st.builds(link.RequestError, texts, texts),
+    pooled=st.binary(max_size=12),
 )
 uint64 = st.integers(0, 2**64 - 1)
 short_hashes = st.lists(uint64, max_size=3).map(tuple)
@@ -204,6 +206,9 @@ registrations = st.builds(
         tuple
     ),
 )
+poolings = st.builds(
+    PoolingParams, st.sampled_from(PoolingKind), st.lists(known_ids, max_size=2).map(tuple)
+)
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
     st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans()),
@@ -222,6 +227,7 @@ commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
         adapter_source=texts,
         pins_adapter=st.booleans(),
         trace=traces,
+        pooling=st.none() | poolings,
     ),
     st.builds(
         link.DecodeCommand,

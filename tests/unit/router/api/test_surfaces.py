@@ -37,7 +37,7 @@ from baton.v1 import (
 from router.api.admin.service import AdminService
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.link_service import NodeLinkService
-from router.api.http_server import NOT_SERVED
+from router.api.http_server import NOT_SERVED, POOLED
 from router.intake.intake import Intake
 from tests.fakes.router.http_scene import HttpScene, on_http
 from tests.fakes.router.name_tables import one_base
@@ -376,7 +376,7 @@ HTTP_ROLES = {
     ("POST", "/v1/messages/count_tokens"): INFER,
     ("POST", "/tokenize"): INFER,
     ("POST", "/detokenize"): INFER,
-    **{("POST", path): INFER for path in NOT_SERVED},
+    **{("POST", path): INFER for path in (*POOLED, *NOT_SERVED)},
     ("GET", "/v1/models"): INFER,
     ("GET", "/v1/models/{model}"): INFER,
     ("GET", "/health"): OPEN,

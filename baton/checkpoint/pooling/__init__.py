@@ -1,0 +1,1 @@
+"""What a checkpoint's files say about pooling: embeddings, scores and labels."""

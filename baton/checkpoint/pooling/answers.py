@@ -1,0 +1,124 @@
+"""What requests ask of a `PoolingSetup`, and what they get from pooled numbers.
+
+Shared by router and `engine.LLM`, so that both check alike and give the same bits.
+"""
+
+from __future__ import annotations
+
+from baton.api.errors import InvalidRequestError
+from baton.api.pooling import (
+    Classification,
+    Embedding,
+    PoolingKind,
+    PoolingParams,
+    activate,
+    make_embedding,
+    numbers_of,
+    sigmoid,
+)
+from baton.checkpoint.pooling.setup import PoolingSetup, PoolingTask
+
+_INSTEAD = {
+    PoolingTask.NONE: "text only (--pooling last, mean, cls or rerank adds pooling)",
+    PoolingTask.EMBED: "embeddings and scores",
+    PoolingTask.RERANK: "scores",
+    PoolingTask.CLASSIFY: "labels",
+}
+
+
+def check_generates(setup: PoolingSetup) -> None:
+    """Raise InvalidRequestError for a request for text if the model makes none."""
+    if not setup.generates:
+        raise InvalidRequestError("model", f"generates no text; it makes {_INSTEAD[setup.task]}")
+
+
+def check_embeds(setup: PoolingSetup, dimensions: int | None = None) -> None:
+    """Raise InvalidRequestError unless the model makes embeddings of so many numbers."""
+    if setup.task is not PoolingTask.EMBED:
+        raise InvalidRequestError("model", f"makes no embeddings; it makes {_made_by(setup)}")
+    size = setup.hidden_size
+    if dimensions is not None and not 1 <= dimensions <= (size or dimensions):
+        limit = f"1 to {size} (the model's embeddings)" if size else "1 or more"
+        raise InvalidRequestError("dimensions", f"must be {limit}, got {dimensions}")
+
+
+def check_classifies(setup: PoolingSetup) -> None:
+    """Raise InvalidRequestError unless the model has labels."""
+    if setup.task is not PoolingTask.CLASSIFY:
+        raise InvalidRequestError("model", f"has no labels; it makes {_made_by(setup)}")
+
+
+def check_scores(setup: PoolingSetup) -> None:
+    """Raise InvalidRequestError unless the model can compare two texts."""
+    if setup.task is PoolingTask.NONE:
+        raise InvalidRequestError("model", f"makes no scores; it makes {_made_by(setup)}")
+    if setup.task is PoolingTask.CLASSIFY and len(setup.labels) != 1:
+        problem = f"a score needs a classification head with 1 label, it has {len(setup.labels)}"
+        raise InvalidRequestError("model", problem)
+
+
+def _made_by(setup: PoolingSetup) -> str:
+    text = " and text" if setup.generates and setup.task is not PoolingTask.NONE else ""
+    return _INSTEAD[setup.task] + text
+
+
+def prompt_before(setup: PoolingSetup, name: str | None) -> str:
+    """Return the text to put before an input; raises InvalidRequestError for an unknown name.
+
+    Args:
+        name: name of the prompt; None: the checkpoint's default; empty: no prompt.
+    """
+    chosen = setup.default_prompt if name is None else name
+    if not chosen:
+        return ""
+    if chosen not in setup.prompts:
+        known = ", ".join(sorted(setup.prompts)) or "none"
+        raise InvalidRequestError(
+            "prompt_name", f"{chosen!r:.80} is not known; this checkpoint has: {known}"
+        )
+    return setup.prompts[chosen]
+
+
+def params_of(setup: PoolingSetup, answer_ids: tuple[int, ...] = ()) -> PoolingParams:
+    """Return the parameters of a model's pooled requests.
+
+    Args:
+        answer_ids: for RERANK, the tokens for yes and no.
+    """
+    if setup.task is PoolingTask.RERANK:
+        return PoolingParams(PoolingKind.TOKENS, answer_ids)
+    if setup.task is PoolingTask.CLASSIFY:
+        return PoolingParams(PoolingKind.LABELS)
+    return PoolingParams(setup.kind)
+
+
+def embedding_of(
+    setup: PoolingSetup,
+    pooled: bytes,
+    num_prompt_tokens: int,
+    num_cached_tokens: int = 0,
+    *,
+    dimensions: int | None = None,
+) -> Embedding:
+    """Return the embedding of a pooled hidden state."""
+    vector = make_embedding(numbers_of(pooled), normalizes=setup.normalizes, dimensions=dimensions)
+    return Embedding(vector, num_prompt_tokens, num_cached_tokens)
+
+
+def score_of(setup: PoolingSetup, pooled: bytes) -> float:
+    """Return the score of a pair, given the logits of its last token."""
+    logits = numbers_of(pooled)
+    if setup.task is PoolingTask.CLASSIFY:
+        return activate(logits, setup.activation)[0]
+    logit = logits[0] - logits[1] if len(logits) > 1 else logits[0]
+    return logit if setup.gives_logits else sigmoid(logit)
+
+
+def classification_of(
+    setup: PoolingSetup, pooled: bytes, num_prompt_tokens: int, num_cached_tokens: int = 0
+) -> Classification:
+    """Return the labels' probabilities, given the head's logits."""
+    logits = numbers_of(pooled)
+    best = max(range(len(logits)), key=logits.__getitem__)
+    probabilities = tuple(activate(logits, setup.activation))
+    return Classification(setup.labels[best], probabilities, num_prompt_tokens, num_cached_tokens)

@@ -1,0 +1,40 @@
+"""Rows of the page about embeddings, compared with other systems."""
+
+from __future__ import annotations
+
+from benchmarks.page.measures import value
+from benchmarks.page.rows import Measurement, Row, Source, Subject
+
+
+def _over(peer: str, case: str) -> Row:
+    what = f"texts of {case}: tokens/s divided by {peer}'s"
+    return Row(what, value(f"over_peers > {peer} > {case}", "{:.2f}"), ">= 1.2")
+
+
+def _rate(system: str, case: str) -> Row:
+    what = f"texts of {case}, {system}: tokens/s"
+    return Row(what, value(f"tokens_per_second > {system} > {case}", "{:,.0f}"))
+
+
+_CASES = ("64 tokens", "512 tokens")
+POOLING = Source(
+    "pooling",
+    (
+        *(_over("sentence-transformers", case) for case in _CASES),
+        *(_over("llama.cpp's server", case) for case in _CASES),
+        Row(
+            "largest difference of a number from sentence-transformers'",
+            value("most_difference", "{:.2g}"),
+            "<= 0.00001",
+        ),
+        *(_rate("baton, router and prefill node", case) for case in _CASES),
+    ),
+    "A Qwen3 shape of 125 million random weights in float32, two threads. Baton in one process"
+    " beside sentence-transformers; a router with one prefill node beside llama.cpp's server.",
+    options="--peers sentence_transformers llamacpp",
+    absent="not measured yet.",
+)
+SUBJECT = Subject(
+    "Embeddings",
+    (Measurement("pooling.pooling", "engine router kernels/csrc", (POOLING,)),),
+)

@@ -1,0 +1,219 @@
+"""OfflinePooling: embeddings, scores and labels of one engine, for `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.api.errors import DamagedModelError, InvalidRequestError
+from baton.api.outputs import RequestDelta
+from baton.api.pooling import (
+    Classification,
+    Embedding,
+    PoolingParams,
+    Score,
+    check_pooling_params,
+    cosine,
+)
+from baton.api.prompt import check_prompt
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.pooling.answers import (
+    check_classifies,
+    check_embeds,
+    check_scores,
+    classification_of,
+    embedding_of,
+    params_of,
+    prompt_before,
+    score_of,
+)
+from baton.checkpoint.pooling.leaders import find_leaders
+from baton.checkpoint.pooling.pairs import pair_messages, pair_text, takes_pairs
+from baton.checkpoint.pooling.setup import PoolingSetup, PoolingTask
+from baton.text.tokenizer import Tokenizer
+from engine.core.request import Request
+from engine.engine import Engine
+
+Text = str | Sequence[int]
+# A request samples nothing; these parameters only make its prompt end it.
+_NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0)
+
+
+class PooledAnswer:
+    """The pooled numbers of one request, once they are there.
+
+    Attributes:
+        ended: whether the engine has ended the request.
+        pooled: see `RequestDelta.pooled`; empty: the request was aborted.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.ended = False
+        self.pooled = b""
+
+    def on_delta(self, output: RequestDelta) -> None:
+        """Take the request's only delta."""
+        self.ended = output.finish_reason is not None
+        self.pooled = output.pooled
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.request.num_cached_tokens
+
+
+class OfflinePooling:
+    """Pools texts with one engine.
+
+    Args:
+        setup: what the checkpoint is good for.
+        tokenizer: the checkpoint's tokenizer; None: only token ids are taken.
+        run: runs requests to their ends.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        setup: PoolingSetup,
+        tokenizer: Tokenizer | None,
+        run: Callable[[Sequence[PooledAnswer]], None],
+    ) -> None:
+        self.setup = setup
+        self._engine, self._tokenizer, self._run = engine, tokenizer, run
+        self._num_requests = 0
+
+    def embed(
+        self,
+        inputs: Sequence[Text],
+        adapter: str,
+        *,
+        prompt_name: str | None,
+        dimensions: int | None,
+    ) -> list[Embedding]:
+        """Return the embedding of each input; raises InvalidRequestError."""
+        check_embeds(self.setup, dimensions)
+        answers = self._pool([self._input_ids(one, prompt_name) for one in inputs], adapter)
+        return [
+            embedding_of(
+                self.setup,
+                one.pooled,
+                one.num_prompt_tokens,
+                one.num_cached_tokens,
+                dimensions=dimensions,
+            )
+            for one in answers
+        ]
+
+    def score(
+        self, pairs: Sequence[tuple[str, str]], adapter: str, *, instruction: str
+    ) -> list[Score]:
+        """Return how well each pair's document fits its query; raises InvalidRequestError."""
+        check_scores(self.setup)
+        if self.setup.task is PoolingTask.EMBED:
+            return self._compare(pairs, adapter)
+        answers = self._pool([self._pair_ids(*pair, instruction) for pair in pairs], adapter)
+        return [
+            Score(score_of(self.setup, one.pooled), one.num_prompt_tokens, one.num_cached_tokens)
+            for one in answers
+        ]
+
+    def _compare(self, pairs: Sequence[tuple[str, str]], adapter: str) -> list[Score]:
+        """Return the cosines of pairs' embeddings; each text is embedded once."""
+        names = [name if name in self.setup.prompts else None for name in ("query", "document")]
+        texts = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
+        found = [
+            dict(
+                zip(
+                    side,
+                    self.embed(side, adapter, prompt_name=name, dimensions=None),
+                    strict=True,
+                )
+            )
+            for side, name in zip(texts, names, strict=True)
+        ]
+        both = [(found[0][query], found[1][document]) for query, document in pairs]
+        return [
+            Score(
+                cosine(one.vector, other.vector),
+                one.num_prompt_tokens + other.num_prompt_tokens,
+                one.num_cached_tokens + other.num_cached_tokens,
+            )
+            for one, other in both
+        ]
+
+    def classify(self, inputs: Sequence[Text], adapter: str) -> list[Classification]:
+        """Return the labels of each input; raises InvalidRequestError."""
+        check_classifies(self.setup)
+        answers = self._pool([self._input_ids(one, "") for one in inputs], adapter)
+        return [
+            classification_of(self.setup, one.pooled, one.num_prompt_tokens, one.num_cached_tokens)
+            for one in answers
+        ]
+
+    # ------------------------------------------------------------------ inside
+
+    def _pool(self, prompts: Sequence[list[int]], adapter: str) -> list[PooledAnswer]:
+        """Run one request per prompt; checks all prompts first."""
+        engine, config = self._engine, self._engine.model_config
+        params = params_of(self.setup, self._answer_ids())
+        check_pooling_params(params, vocab_size=config.vocab_size, num_labels=config.num_labels)
+        for token_ids in prompts:
+            check_prompt(
+                token_ids,
+                vocab_size=config.vocab_size,
+                max_model_len=engine.max_model_len,
+                field="input",
+            )
+        answers = [PooledAnswer(self._request(ids, params, adapter)) for ids in prompts]
+        orders = ((), range(len(answers))) if params.needs_all_rows else find_leaders(prompts)
+        for order in orders:
+            self._run([answers[place] for place in order])
+        if any(not answer.pooled for answer in answers):
+            raise DamagedModelError("the model's hidden states are not numbers")
+        return answers
+
+    def _request(self, token_ids: list[int], params: PoolingParams, adapter: str) -> Request:
+        self._num_requests += 1
+        return Request.create(
+            f"offline-pooled-{self._num_requests}",
+            token_ids,
+            _NO_SAMPLING,
+            seed=0,
+            eos_token_ids=frozenset(),
+            max_model_len=self._engine.max_model_len,
+            adapter=adapter,
+            pooling=params,
+        )
+
+    def _input_ids(self, given: Text, prompt_name: str | None) -> list[int]:
+        """Return an input's token ids; a text has the named prompt before it."""
+        if not isinstance(given, str):
+            return [int(token_id) for token_id in given]
+        return self._needed_tokenizer().encode(prompt_before(self.setup, prompt_name) + given)
+
+    def _pair_ids(self, query: str, document: str, instruction: str) -> list[int]:
+        """Return the token ids of the prompt that judges a pair."""
+        tokenizer, setup = self._needed_tokenizer(), self.setup
+        instruction = instruction or prompt_before(setup, None)
+        template = tokenizer.chat_template
+        if template is not None and takes_pairs(template.source(with_tools=False)):
+            return tokenizer.encode_chat(pair_messages(query, document, instruction))
+        if setup.task is PoolingTask.CLASSIFY:
+            return tokenizer.encode_pair(query, document)
+        text = pair_text(query, document, instruction)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _answer_ids(self) -> tuple[int, ...]:
+        """Return the tokens for yes and no, if the task needs them."""
+        if self.setup.task is not PoolingTask.RERANK:
+            return ()
+        return self.setup.answer_ids or self._needed_tokenizer().answer_ids()
+
+    def _needed_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            problem = "this checkpoint has no tokenizer.json: give token ids"
+            raise InvalidRequestError("input", problem)
+        return self._tokenizer

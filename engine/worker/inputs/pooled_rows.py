@@ -1,0 +1,27 @@
+"""PooledRows: the tokens of a step whose hidden states are pooled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.api.pooling import PoolingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """One pooled request's tokens in a step.
+
+    Attributes:
+        row: the request's row of the input batch.
+        first, end: the tokens' places in the step.
+        start: position of the first token in the prompt.
+        is_last: whether the prompt ends with these tokens.
+    """
+
+    request_id: str
+    params: PoolingParams
+    row: int
+    first: int
+    end: int
+    start: int
+    is_last: bool

@@ -1,0 +1,75 @@
+"""Pooler: takes the numbers of pooled requests from a step's hidden states.
+
+A mean over several steps keeps its sum between them. The sum adds one token after the other in
+float64, so its bits depend neither on the steps that divide a prompt nor on other requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.api.pooling import PoolingKind
+from engine.worker.inputs.pooled_rows import PooledRows
+from engine.worker.inputs.prepared_step import PreparedStep
+from models.base import CausalLM
+
+
+class Pooler:
+    """Pools the requests of one model runner.
+
+    Args:
+        is_last_stage: whether this rank has the last layer; other stages pool nothing.
+    """
+
+    def __init__(self, model: CausalLM, *, is_last_stage: bool) -> None:
+        self._model = model
+        self._is_last_stage = is_last_stage
+        # By row: the sum over the tokens so far, or the first token's hidden state.
+        self._kept: dict[int, Tensor] = {}
+
+    def pool(self, hidden: Tensor, step: PreparedStep) -> dict[str, Tensor]:
+        """Return the numbers, float32, of requests whose prompt ends in this step, by request id.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`, the step's hidden states after the last norm.
+        """
+        if not self._is_last_stage:
+            return {}
+        found: dict[str, Tensor] = {}
+        for rows in step.pooled:
+            own = hidden[rows.first : rows.end]
+            if rows.params.needs_all_rows:
+                self._keep(own, rows)
+            if rows.is_last:
+                found[rows.request_id] = self._numbers(own, rows, step)
+        return found
+
+    def _keep(self, own: Tensor, rows: PooledRows) -> None:
+        """Add a chunk's hidden states to what is kept; a chunk at position 0 begins anew."""
+        if rows.params.kind is PoolingKind.CLS:
+            if rows.start == 0:
+                self._kept[rows.row] = own[0].to(torch.float32, copy=True)
+            return
+        terms = own.double()
+        if rows.start:
+            terms = torch.cat([self._kept[rows.row][None], terms])
+        self._kept[rows.row] = terms.cumsum(dim=0)[-1].clone()
+
+    def _numbers(self, own: Tensor, rows: PooledRows, step: PreparedStep) -> Tensor:
+        """Return a request's numbers, given its last chunk's hidden states; never a view."""
+        match rows.params.kind:
+            case PoolingKind.CLS:
+                return self._kept.pop(rows.row)
+            case PoolingKind.MEAN:
+                num_tokens = rows.start + rows.end - rows.first
+                return (self._kept.pop(rows.row) / num_tokens).float()
+            case PoolingKind.LAST:
+                return own[-1].to(torch.float32, copy=True)
+            case PoolingKind.LABELS:
+                return self._model.compute_labels(own[-1:])[0].float()
+            case PoolingKind.TOKENS:
+                spans = step.model.adapters_of([rows.end - 1])
+                logits = self._model.compute_logits(own[-1:], spans)[0]
+                token_ids = torch.tensor(rows.params.token_ids, device=logits.device)
+                return logits[token_ids].float()

@@ -1,0 +1,1 @@
+"""HTTP API of pooled requests: embeddings, rerank, score and classify."""

@@ -1,0 +1,65 @@
+"""`POST /v1/embeddings`: texts or token ids in, their embeddings out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from router.api.http.exchange import SERVED, HttpOptions, read_body
+from router.api.pooling.shared import (
+    PooledFields,
+    Texts,
+    as_base64,
+    inputs_of,
+    pooled_requests,
+    respond,
+)
+
+# Kinds of inputs in the APIs of Cohere, Voyage and NVIDIA -> names of prompts.
+_PROMPT_OF_TYPE = {"search_query": "query", "search_document": "document", "passage": "document"}
+
+
+class EmbeddingRequest(PooledFields, kw_only=True):
+    """Body of ``POST /v1/embeddings``.
+
+    Attributes:
+        dimensions: numbers to keep of each embedding, which is then normalized again.
+        prompt_name: Baton's field: which of the checkpoint's prompts comes before each text; empty:
+            none.
+        input_type: other APIs' field: ``query`` or ``document``; without effect if the checkpoint
+            has no such prompt.
+    """
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    input_type: str | None = None
+
+
+class EmbeddingObject(msgspec.Struct):
+    """One embedding, as a list of numbers or in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+async def embeddings(request: web.Request, options: HttpOptions) -> web.Response:
+    """Answer a request for embeddings; `web.middleware` turns raised errors into responses."""
+    body = await read_body(request, EmbeddingRequest, options)
+    prompt_name = body.prompt_name
+    if prompt_name is None and body.input_type is not None:
+        named = _PROMPT_OF_TYPE.get(body.input_type, body.input_type)
+        prompt_name = named if named in request[SERVED].intake.setup.prompts else None
+    found = await pooled_requests(request, body).embed(
+        inputs_of(body.input), prompt_name=prompt_name, dimensions=body.dimensions
+    )
+    in_base64 = body.encoding_format == "base64"
+    items = (
+        EmbeddingObject(index, as_base64(one.vector) if in_base64 else one.vector.tolist())
+        for index, one in enumerate(found.results)
+    )
+    return await respond(request, body, found, items, "embd-")

@@ -1,0 +1,333 @@
+"""PooledRequests: embeddings, scores and labels, as all public APIs serve them.
+
+A request has many inputs. Each is a call of its own, so the gate, placing and retries treat it like
+any other prompt; only a few of a request's calls run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton.api.errors import DamagedModelError, DeadlineExceededError, InvalidRequestError
+from baton.api.outputs import Receipt
+from baton.api.pooling import (
+    Classification,
+    Embedding,
+    PoolingParams,
+    Score,
+    cosine,
+    pooled_problem,
+)
+from baton.api.prompt import choice_request_id
+from baton.api.sampling_params import SamplingParams
+from baton.checkpoint.pooling.answers import (
+    check_classifies,
+    check_embeds,
+    check_scores,
+    classification_of,
+    embedding_of,
+    params_of,
+    prompt_before,
+    score_of,
+)
+from baton.checkpoint.pooling.leaders import find_leaders
+from baton.checkpoint.pooling.pairs import pair_messages, pair_text, takes_pairs
+from baton.checkpoint.pooling.setup import PoolingTask
+from router.calls.call import Call, Terms
+from router.intake.intake import Intake
+from router.intake.prompt_reader import PairPrompt
+from router.intake.texts import ChatPrompt
+
+MAX_INPUTS = 2048
+MAX_INPUT_TOKENS = 2**20  # of all inputs of a request together
+MAX_NUMBERS = 2**21  # numbers in a response: 8 MiB as float32
+_AT_ONCE = 64  # calls of one request that wait or run at the same time
+# Nothing is sampled; these parameters only end a call with its prompt.
+_NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0, seed=0)
+
+Text = str | Sequence[int]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled(Generic[Result]):
+    """The results of one request, and the receipts of its calls."""
+
+    results: list[Result]
+    receipts: list[Receipt]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(one.num_prompt_tokens for one in self.receipts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(one.num_cached_tokens for one in self.receipts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The pooled numbers of one call."""
+
+    pooled: bytes
+    receipt: Receipt
+
+
+class PooledRequests:
+    """Serve the pooled requests of one base model.
+
+    Args:
+        intake: checks and runs the calls.
+        terms: the client's terms.
+        request_id: the first call's id; the others get ``-1``, ``-2`` and so on appended.
+    """
+
+    def __init__(self, intake: Intake, terms: Terms, request_id: str = "") -> None:
+        self._intake, self._setup, self._terms = intake, intake.setup, terms
+        self._request_id = request_id or uuid.uuid4().hex
+        self._num_calls = 0
+
+    async def embed(
+        self,
+        inputs: Sequence[Text],
+        *,
+        field: str = "input",
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+    ) -> Pooled[Embedding]:
+        """Return the embedding of each input.
+
+        Args:
+            field: name of the inputs' field, for errors.
+            prompt_name: see `prompt_before`.
+            dimensions: numbers to keep of each embedding; None: all.
+
+        Raises InvalidRequestError, and the errors of `Dispatcher.run`.
+        """
+        setup = self._setup
+        check_embeds(setup, dimensions)
+        check_num_inputs(field, len(inputs))
+        size = dimensions or setup.hidden_size
+        if len(inputs) * size > MAX_NUMBERS:
+            most = MAX_NUMBERS // size
+            problem = f"must have at most {most} inputs for embeddings of {size} numbers"
+            raise InvalidRequestError(field, f"{problem}, got {len(inputs)}")
+        before = prompt_before(setup, prompt_name)
+        prompts = await self._tokenize(
+            [before + one if isinstance(one, str) else one for one in inputs], field
+        )
+        found = await self._run(prompts, params_of(setup))
+        return _pooled(
+            found,
+            lambda one: embedding_of(
+                setup,
+                one.pooled,
+                one.receipt.num_prompt_tokens,
+                one.receipt.num_cached_tokens,
+                dimensions=dimensions,
+            ),
+        )
+
+    async def score(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        *,
+        fields: tuple[str, str] = ("queries", "documents"),
+        instruction: str = "",
+    ) -> Pooled[Score]:
+        """Return how well each document fits its query.
+
+        Args:
+            queries: one for all documents, or one for each.
+            fields: names of the fields of queries and documents, for errors.
+            instruction: for rerankers, the task in words; empty: the checkpoint's.
+
+        Raises InvalidRequestError, and the errors of `Dispatcher.run`.
+        """
+        setup = self._setup
+        check_scores(setup)
+        check_num_inputs(fields[1], len(documents))
+        if len(queries) not in (1, len(documents)):
+            problem = f"must be one, or one per document ({len(documents)}), got {len(queries)}"
+            raise InvalidRequestError(fields[0], problem)
+        if setup.task is PoolingTask.EMBED:
+            return await self._compare(queries, documents, fields)
+        asked = [*queries] * len(documents) if len(queries) == 1 else queries
+        instruction = instruction or prompt_before(setup, None)
+        prompts = await self._tokenize(
+            [self._pair(*pair, instruction) for pair in zip(asked, documents, strict=True)],
+            fields[1],
+            add_special_tokens=False,
+        )
+        found = await self._run(prompts, params_of(setup, self._answer_ids()))
+        return _pooled(
+            found,
+            lambda one: Score(
+                score_of(setup, one.pooled),
+                one.receipt.num_prompt_tokens,
+                one.receipt.num_cached_tokens,
+            ),
+        )
+
+    async def _compare(
+        self, queries: Sequence[str], documents: Sequence[str], fields: tuple[str, str]
+    ) -> Pooled[Score]:
+        """Return the cosines of embeddings; a query for all documents is embedded once."""
+        names = [name if name in self._setup.prompts else None for name in ("query", "document")]
+        of_queries = await self.embed(queries, field=fields[0], prompt_name=names[0])
+        of_documents = await self.embed(documents, field=fields[1], prompt_name=names[1])
+        lone = of_queries.results[0] if len(queries) == 1 else None
+        scores = []
+        for place, other in enumerate(of_documents.results):
+            one = lone or of_queries.results[place]
+            num_tokens = one.num_prompt_tokens + other.num_prompt_tokens
+            num_cached = one.num_cached_tokens + other.num_cached_tokens
+            scores.append(Score(cosine(one.vector, other.vector), num_tokens, num_cached))
+        return Pooled(scores, of_queries.receipts + of_documents.receipts)
+
+    async def classify(
+        self, inputs: Sequence[Text], *, field: str = "input"
+    ) -> Pooled[Classification]:
+        """Return the labels of each input; raises InvalidRequestError, and as `Dispatcher.run`."""
+        setup = self._setup
+        check_classifies(setup)
+        check_num_inputs(field, len(inputs))
+        found = await self._run(await self._tokenize(inputs, field), params_of(setup))
+        return _pooled(
+            found,
+            lambda one: classification_of(
+                setup, one.pooled, one.receipt.num_prompt_tokens, one.receipt.num_cached_tokens
+            ),
+        )
+
+    # ------------------------------------------------------------------ prompts
+
+    def _pair(self, query: str, document: str, instruction: str) -> str | ChatPrompt | PairPrompt:
+        """Return the prompt that judges a pair."""
+        tokenizer = self._intake.tokenizer
+        template = None if tokenizer is None else tokenizer.chat_template
+        if template is not None and takes_pairs(template.source(with_tools=False)):
+            return ChatPrompt(pair_messages(query, document, instruction))
+        if self._setup.task is PoolingTask.CLASSIFY:
+            return PairPrompt(query, document)
+        return pair_text(query, document, instruction)
+
+    def _answer_ids(self) -> tuple[int, ...]:
+        """Return the tokens for yes and no, if the task needs them."""
+        if self._setup.task is not PoolingTask.RERANK or self._setup.answer_ids:
+            return self._setup.answer_ids
+        tokenizer = self._intake.tokenizer
+        return () if tokenizer is None else tokenizer.answer_ids()
+
+    async def _tokenize(
+        self,
+        prompts: Sequence[Text | ChatPrompt | PairPrompt],
+        field: str,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[list[int]]:
+        """Return the token ids of all prompts; raises InvalidRequestError naming the input."""
+        found: list[list[int]] = []
+        num_tokens = 0
+        for place, prompt in enumerate(prompts):
+            with _named(field, place, len(prompts)):
+                token_ids = await self._intake.reader.tokenize(
+                    prompt, self._terms.principal, add_special_tokens=add_special_tokens
+                )
+            num_tokens += len(token_ids)
+            if num_tokens > MAX_INPUT_TOKENS:
+                problem = f"must have at most {MAX_INPUT_TOKENS} tokens together"
+                raise InvalidRequestError(field, problem)
+            found.append(token_ids)
+            await asyncio.sleep(0)  # let other tasks run between prompts
+        return found
+
+    # ------------------------------------------------------------------ calls
+
+    async def _run(self, prompts: Sequence[list[int]], params: PoolingParams) -> list[_Numbers]:
+        """Run one call per prompt; no call begins unless all prompts are right."""
+        calls: list[Call] = []
+        for place, token_ids in enumerate(prompts):
+            name = choice_request_id(self._request_id, self._num_calls)
+            self._num_calls += 1
+            with _named("input", place, len(prompts)):
+                call = await self._intake.accept(
+                    token_ids, _NO_SAMPLING, self._terms, name, pooling=params
+                )
+            calls.append(call)
+        accepted_at = asyncio.get_running_loop().time()
+        found: dict[int, _Numbers] = {}
+        orders = ((), range(len(calls))) if params.needs_all_rows else find_leaders(prompts)
+        for order in orders:
+            await self._run_some(calls, order, accepted_at, found)
+        return [found[place] for place in range(len(calls))]
+
+    async def _run_some(
+        self,
+        calls: Sequence[Call],
+        order: Sequence[int],
+        accepted_at: float,
+        found: dict[int, _Numbers],
+    ) -> None:
+        """Run some calls, a few at once; the first error ends all of them and is raised."""
+        left = iter(order)
+
+        async def work() -> None:
+            for place in left:
+                found[place] = await self._run_one(calls[place], accepted_at)
+
+        tasks = [asyncio.create_task(work()) for _ in range(min(self._num_at_once, len(order)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _num_at_once(self) -> int:
+        """Most calls of a request at once: not more than the caller may have open."""
+        of_key = self._terms.principal.limits.max_open_requests
+        limit = of_key or self._intake.admission.options.max_open_requests_per_client
+        return min(_AT_ONCE, limit) if limit and self._terms.principal.name else _AT_ONCE
+
+    async def _run_one(self, call: Call, accepted_at: float) -> _Numbers:
+        left_s = call.timeout_s - (asyncio.get_running_loop().time() - accepted_at)
+        if left_s <= 0:
+            raise DeadlineExceededError("the request's deadline passed")
+        stream = self._intake.stream(dataclasses.replace(call, timeout_s=left_s))
+        async with contextlib.aclosing(stream) as deltas:
+            async for delta in deltas:
+                if problem := pooled_problem(delta.pooled):
+                    raise DamagedModelError(f"a prefill node answered without numbers: {problem}")
+                assert delta.receipt is not None
+                return _Numbers(delta.pooled, delta.receipt)
+        raise DamagedModelError("a prefill node answered without numbers")
+
+
+def check_num_inputs(field: str, number: int) -> None:
+    """Raise InvalidRequestError if a request has no input or too many."""
+    if not 1 <= number <= MAX_INPUTS:
+        raise InvalidRequestError(field, f"must have 1 to {MAX_INPUTS} inputs, got {number}")
+
+
+def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result]) -> Pooled[Result]:
+    return Pooled([make(one) for one in found], [one.receipt for one in found])
+
+
+@contextlib.contextmanager
+def _named(field: str, place: int, number: int) -> Iterator[None]:
+    """Name an input in errors about a prompt."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.field != "prompt":
+            raise
+        raise error.of_field(field if number == 1 else f"{field}[{place}]") from None
