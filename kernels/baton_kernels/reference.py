@@ -207,7 +207,7 @@ def attend_runs(query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, in
     for count, length in runs:
         rows = slice(first, first + count * length)
         by_run = (
-            one[rows].unflatten(0, (count, length)).transpose(1, 2)
+            one[rows].view(count, length, *one.shape[1:]).transpose(1, 2)
             for one in (query, *keys_values.unbind(1))
         )  # each [count, num_heads, length, head_dim]
         attended = functional.scaled_dot_product_attention(*by_run)

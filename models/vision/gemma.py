@@ -91,4 +91,5 @@ class _Projector(nn.Module):
         cut = x.view(*sides, -1)[: rows * square, : columns * square]
         cut = cut.reshape(rows, square, columns, square, x.shape[1])
         pooled = cut.mean(dim=(1, 3)).flatten(0, 1)  # [tokens, hidden_size]
-        return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
+        normed: Tensor = self.mm_soft_emb_norm(pooled)
+        return normed @ self.mm_input_projection_weight

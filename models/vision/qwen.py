@@ -105,7 +105,7 @@ class _QwenTransformer(nn.Module):
 
     def _layers(self, x: Tensor, rotation: Rotation, windows: Runs | None) -> list[Tensor]:
         """Return the results of the merger, and of each deep layer's merger."""
-        spec, deep = self._spec, []
+        spec, deep = self._spec, list[Tensor]()
         everything = ((1, len(x)),)
         for index, layer in enumerate(self.blocks):
             is_full = windows is None or index in spec.full_layers
@@ -116,7 +116,8 @@ class _QwenTransformer(nn.Module):
 
     def _sorted(self, x: Tensor, order: Tensor) -> Tensor:
         """Sort rows of patches ``[n, ...]`` by the squares that they belong to."""
-        return x.unflatten(0, (len(order), -1))[order].flatten(0, 1)
+        by_square = x.view(len(order), -1, *x.shape[1:])
+        return by_square[order].flatten(0, 1)
 
     def _rotation(self, places: _Places) -> Rotation:
         each = frequencies(self._spec.theta, self._spec.layers.head_dim // 2)
