@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from baton import plugins
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import DEFAULT_HASH_ALGORITHM, HASH_ALGORITHMS
 from baton.options import check_limits, option, parse_bytes
 
 PREEMPTION = ("recompute", "hand-back")
-SPECULATIVE_METHODS = ("none", "ngram", "draft_model", "medusa", "eagle", "mtp")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+SPECULATIVE_METHODS = (
+    *("none", "ngram", "draft_model", "medusa", "eagle", "mtp"),
+    *plugins.allowed("baton.proposers"),
+)
 # Drafters with weights, which compute drafts within the model's step.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
 _READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of the tokens they read
@@ -210,6 +215,15 @@ class EngineConfig:
         help="What to do with a request whose memory an older one needs: hand-back (its sender "
         "places it again) or recompute (this node computes it again, prompt included).",
     )
+    scheduling_policy: str = option(
+        "fcfs",
+        choices=SCHEDULING_POLICIES,
+        help="Which waiting request goes first, and which running one is preempted last: fcfs (the "
+        "one that came first) or priority (the one with the smallest priority, and among equals "
+        "the one that came first). A running request is never stopped for a waiting one. With "
+        "priority, a request may wait until its deadline while more important ones keep coming. "
+        "No token changes.",
+    )
     prefix_cache: bool = option(True, help="Reuse KV blocks of prefixes that were computed before.")
     prefix_hash: str = option(
         DEFAULT_HASH_ALGORITHM,
@@ -237,6 +251,18 @@ class EngineConfig:
         parse=parse_bytes,
         help="Most memory for the numbers of adapters that were read before, such as 1G: such an "
         "adapter is loaded again without its files; auto: 256M.",
+    )
+    peak_flops: float = option(
+        0.0,
+        least=0,
+        help="Floating-point operations per second of all devices of this engine together, such as "
+        "989e12, for MFU in dashboards; 0: unknown.",
+    )
+    peak_bandwidth: float = option(
+        0.0,
+        least=0,
+        help="Bytes per second that the memory of all devices of this engine gives together, such "
+        "as 4.8e12, for the used share in dashboards; 0: unknown.",
     )
     images: bool = option(
         True,

@@ -1,17 +1,20 @@
 """Registry: a table of names and "module:attribute" texts; entries are imported on first use.
 
 Texts keep imports lazy and can be found by grep. An entry whose import costs nothing may be the
-object itself.
+object itself. Allowed plug-ins (`baton/plugins.py`) follow the registry's own entries.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from typing import Generic, TypeVar, cast
 
+from baton import plugins
 from baton.api.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -21,27 +24,52 @@ class Registry(Generic[T]):
     Args:
         kind: kind of the entries, for error messages ("attention backend").
         entries: name -> ``"package.module:attribute"``, or the object itself.
+        plugin_group: group of entry points that plug-ins use; empty: plug-ins add nothing.
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, str] | Mapping[str, T]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        entries: Mapping[str, str] | Mapping[str, T],
+        *,
+        plugin_group: str = "",
+    ) -> None:
         self.kind = kind
+        self.plugin_group = plugin_group
         self._entries: dict[str, str | T] = {**entries}
 
     def names(self) -> list[str]:
-        """Return all registered names in order."""
-        return list(self._entries)
+        """Return all registered names in order, those of plug-ins last."""
+        added = plugins.allowed(self.plugin_group)
+        return [*self._entries, *(name for name in added if name not in self._entries)]
 
     def check(self, name: str) -> None:
         """Raise ConfigError, which lists the known names, if a name is unknown."""
-        if name not in self._entries:
-            known = ", ".join(self._entries)
+        if name not in self._entries and name not in (names := self.names()):
+            known = ", ".join(names)
             raise ConfigError(f"unknown {self.kind} {name!r}; known: {known}")
 
     def load(self, name: str) -> T:
-        """Import and return the entry; an unknown name raises ConfigError listing all names."""
+        """Import and return the entry.
+
+        Raises:
+            ConfigError: the name is unknown, or its plug-in cannot be imported.
+        """
         self.check(name)
+        if name not in self._entries:
+            return cast("T", plugins.allowed(self.plugin_group)[name].load())
         entry = self._entries[name]
         if not isinstance(entry, str):
             return entry
         module_name, _, attribute = entry.partition(":")
         return cast("T", getattr(importlib.import_module(module_name), attribute))
+
+    def load_all(self) -> dict[str, T]:
+        """Import all entries; a plug-in that cannot be imported is left out, with one log line."""
+        loaded = {name: self.load(name) for name in self._entries}
+        for name in self.names()[len(self._entries) :]:
+            try:
+                loaded[name] = self.load(name)
+            except ConfigError as error:
+                logger.warning("%s", error)
+        return loaded

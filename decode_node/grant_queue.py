@@ -1,6 +1,7 @@
 """GrantQueue: decides which parked request gets blocks next.
 
-Requests are served in order of arrival, unless their next missing block is arriving already:
+Requests are served in order of arrival, or of rank if priorities count, unless their next missing
+block is arriving already:
 
     waiting   [ c b a ]  ->  receiving     until its transfer ends, within a budget
        ^           |
@@ -11,7 +12,7 @@ Waiting requests hold no blocks, so they cannot block each other. Refuses to kno
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass, field
 
 from baton.kv.block_hash import BlockHash
@@ -52,7 +53,7 @@ class GrantQueue:
         spec = engine.kv_memory.spec
         num_logical_blocks = engine.num_blocks // spec.num_groups
         self._max_tokens = max_tokens or num_logical_blocks * spec.block_size // 2
-        self._waiting: deque[tuple[Key, Request]] = deque()
+        self._waiting: list[tuple[Key, Request]] = []
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}  # missing blocks, and the transfers that bring them
@@ -62,21 +63,21 @@ class GrantQueue:
 
     def add_parked(self, key: Key, request: Request) -> None:
         """Queue a parked request whose prefill node waits for its grant."""
-        self._waiting.append((key, request))
+        self._queue(len(self._waiting), [(key, request)])
 
     def grant_next(self) -> tuple[Key, GrantedBlocks] | None:
         """Grant the next request its blocks; None if blocks or budget are lacking."""
         while self._waiting:
             key, request = self._waiting[0]
             if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:  # ended meanwhile
-                self._waiting.popleft()
+                del self._waiting[0]
                 continue
             if self._is_refused(key):
                 return None
             num_cached, lacking = self._engine.find_initial_prefix(request)
             brings = self._coming.get(lacking[0]) if lacking else None
             if brings is not None:
-                self._waiting.popleft()
+                del self._waiting[0]
                 self._receiving[brings].waiters.append((key, request))
                 continue
             num_tokens = request.num_initial_tokens - num_cached
@@ -85,7 +86,7 @@ class GrantQueue:
             if granted is None:
                 self._refused = (key, self._engine.block_pool.num_free, self._engine.num_waiting)
                 return None
-            self._waiting.popleft()
+            del self._waiting[0]
             self._receiving[key] = _Transfer(num_tokens, lacking)
             self._num_tokens += num_tokens
             self._coming.update(dict.fromkeys(lacking, key))
@@ -93,7 +94,10 @@ class GrantQueue:
         return None
 
     def end_transfer(self, key: Key) -> None:
-        """End a complete or failed transfer, and queue its waiters first; ignore unknown keys."""
+        """End a complete or failed transfer, and queue its waiters first, or by rank.
+
+        Ignores unknown keys.
+        """
         transfer = self._receiving.pop(key, None)
         if transfer is None:
             return
@@ -102,7 +106,15 @@ class GrantQueue:
         for block_hash in transfer.hashes:
             if self._coming.get(block_hash) == key:
                 del self._coming[block_hash]
-        self._waiting.extendleft(reversed(transfer.waiters))
+        self._queue(0, transfer.waiters)
+
+    def _queue(self, place: int, requests: list[tuple[Key, Request]]) -> None:
+        """Queue requests from ``place`` on; by priority, each has its place by rank."""
+        if not self._engine.by_priority:
+            self._waiting[place:place] = requests
+            return
+        for item in requests:
+            bisect.insort(self._waiting, item, key=lambda item: item[1].rank)
 
     def _is_refused(self, key: Key) -> bool:
         """Return whether the first request was refused and nothing has changed since."""

@@ -205,6 +205,8 @@ class DecodeNode:
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.num_usable_cached_tokens(request)
+        if request.images is not None and not request.images.may_compute_from(num_cached):
+            return False
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
         # A prefill node computes a short prompt of which nothing is cached here.
@@ -280,7 +282,7 @@ class DecodeNode:
         """Tell the router to place preempted requests again; prompts are not recomputed here."""
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
-            self._fail(job.reservation, "PREEMPTED", "preempted: older requests need its memory")
+            self._fail(job.reservation, "PREEMPTED", "preempted: other requests need its memory")
 
     def _fail(self, reservation: Reservation, code: str, reason: str) -> None:
         request_id = reservation.request.request_id

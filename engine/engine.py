@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from baton.api.errors import BatonError, InvalidRequestError
-from baton.api.images import PromptImage
+from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash
 from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.grammar import GrammarState
-from engine.core.images.prompt_images import PromptImages
 from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -28,6 +26,7 @@ from engine.images.image_inputs import ImageInputs
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.speculation.speculation import Speculation
 from engine.step_figures import StepFigures
+from engine.step_log import StepLog
 
 AfterLayer = Callable[[int], None]
 _StepInFlight = tuple[SchedulerOutput, PendingStep]
@@ -40,7 +39,7 @@ class Engine:
         executor: computes the steps.
         kv_memory: the memory of the KV cache; see `KVMemory`.
         adapters: the LoRA adapters in memory.
-        images: the way of images into prompts; None: the model takes no images.
+        images: the way of images into prompts.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
@@ -66,7 +65,7 @@ class Engine:
             grammars: compiles requests' grammars.
             speculation: the scheduler's `DraftPolicy`; None: no drafts.
             compatibility: properties that KV depends on.
-            images: makes pixel values of images; None: the model takes no images.
+            images: decodes images; None: the model takes none.
         """
         self.executor = executor
         self.model_config, self.dtype = executor.model_config, executor.dtype
@@ -74,10 +73,11 @@ class Engine:
         self.num_blocks = self.kv_memory.num_blocks
         self.eos_token_ids = self.model_config.eos_token_ids
         self.compatibility = compatibility
-        self.images = images
+        self.images = images or ImageInputs()
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self._scheduler, self._grammars, self._speculation = scheduler, grammars, speculation
         self._figures = StepFigures(scheduler, executor)
+        self._log = StepLog(scheduler, executor.config.max_num_requests)
         config = executor.config
         self.adapters = AdapterTable(
             executor, config.max_adapters, config.adapter_cache_bytes, self._adapters_in_use
@@ -98,6 +98,11 @@ class Engine:
         """Return the number of requests that wait for a step; parked ones are not counted."""
         return self._scheduler.num_waiting
 
+    @property
+    def by_priority(self) -> bool:
+        """Return whether requests are scheduled by priority; else by arrival."""
+        return self._scheduler.by_priority
+
     def add_request(self, request: Request) -> None:
         """Queue a request; its id must not be in use.
 
@@ -107,7 +112,7 @@ class Engine:
         self._grammars.follow_thought(request)
         self._scheduler.add_request(request)
         if request.images is not None and request.awaits_pixels:
-            self._make_pixels(request.images)
+            self.images.submit(request.images)
         if request.awaits_grammar:
             self._grammars.submit(request)
 
@@ -198,40 +203,7 @@ class Engine:
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, on any thread, when a grammar or an image's pixels are ready."""
         self._grammars.on_ready = wake
-        if self.images is not None:
-            self.images.wake_with(wake)
-
-    def prompt_images(
-        self, images: Sequence[PromptImage], token_ids: Sequence[int]
-    ) -> PromptImages | None:
-        """Return the images of a future request, checked; None: the prompt has none.
-
-        Raises InvalidRequestError.
-        """
-        if not images:
-            return None
-        if self.images is None:
-            raise InvalidRequestError("images", "are not computed here: this model is text only")
-        return self.images.of_prompt(images, token_ids)
-
-    def prepare_images(self) -> None:
-        """Start the processes that decode images, if the model takes images.
-
-        Raises:
-            NodeUnavailableError: the processes cannot be started.
-        """
-        if self.images is not None:
-            self.images.start()
-
-    @property
-    def awaits_pixels(self) -> bool:
-        """Return whether some request waits until its images are decoded."""
-        return self.images is not None and self.images.is_busy
-
-    def wait_for_pixels(self) -> None:
-        """Wait until the images of some request may have been decoded."""
-        if self.images is not None:
-            self.images.wait()
+        self.images.wake_with(wake)
 
     def take_failures(self) -> list[tuple[str, BatonError]]:
         """Return the ids of requests that cannot continue, and why, since the last call.
@@ -292,10 +264,10 @@ class Engine:
         self.adapters.settle()
         for request, grammar in self._grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
-        if self.images is not None:
-            self._take_pixels(self.images)
+        self.images.pass_on(self._scheduler)
         scheduled = self._scheduler.schedule(self._figures.num_beside_decodes())
         self._scheduler.counters.step_s += time.monotonic() - started
+        self._log.note_scheduled(scheduled)
         return scheduled
 
     def execute(
@@ -366,6 +338,7 @@ class Engine:
         self._scheduler.fail_images(output.failed_images)
         self._scheduler.counters.encoder_s += output.encoding_s
         result = self._scheduler.update(scheduled, output)
+        self._log.note_result(result)
         self.adapters.settle()
         if self._speculation is not None:
             drafted = output.draft_token_ids
@@ -393,25 +366,12 @@ class Engine:
 
     def close(self) -> None:
         """Stop the workers; no further step can be executed. May be called twice."""
-        if self.images is not None:
-            self.images.close()
+        self.images.close()
         self.executor.close()
 
     def check(self) -> None:
         """Assert the engine's invariants; for tests and debug runs."""
         self._scheduler.check()
-
-    def _make_pixels(self, images: PromptImages) -> None:
-        assert self.images is not None, "`prompt_images` refuses images"
-        self.images.submit(images)
-
-    def _take_pixels(self, inputs: ImageInputs) -> None:
-        """Let requests go on whose images are decoded; have others' images decoded once more."""
-        for images, error in inputs.take_ready():
-            self._scheduler.set_pixels(images, error)
-        wanted, self._scheduler.images.wanted = self._scheduler.images.wanted, []
-        for images in wanted:
-            inputs.submit(images)
 
     def _adapters_in_use(self) -> set[str]:
         """Return the adapters of open requests and of the step in flight."""

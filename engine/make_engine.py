@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
+from baton.api.images import ImageLayout
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import BlockHasher, cache_namespace
+from baton.media.layouts import layout_of
 from baton.text.grammar_trials import EarlyGrammars
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
 from engine.engine import Engine
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor
+from engine.images.image_inputs import ImageInputs
+from engine.images.pixel_maker import PixelMaker
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+
+logger = logging.getLogger(__name__)
 
 _NOBODYS: Mapping[str, str] = MappingProxyType({})
 
@@ -41,6 +50,8 @@ def make_engine(
         ConfigError: an option does not fit the model or the machine.
     """
     config = find_drafter(config)
+    layout = _image_layout(model_folder, config)
+    config = replace(config, images=layout is not None)
     if executor is None:
         executor = EXECUTORS.load(config.executor_name)(model_folder, config)
     config, memory, model = executor.config, executor.kv_memory, executor.model_config
@@ -68,6 +79,7 @@ def make_engine(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         prefill_tokens_beside_decodes=config.prefill_tokens_beside_decodes,
         preemption=config.preemption,
+        by_priority=config.scheduling_policy == "priority",
         drafting=speculation,
         masks=MaskThreads(),
         encoder_cache_tokens=config.encoder_cache_tokens,
@@ -75,7 +87,23 @@ def make_engine(
         or config.max_num_batched_tokens,
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
-    return Engine(executor, scheduler, compiler, speculation, compatibility)
+    images = ImageInputs()
+    if layout is not None and model.vision is not None:
+        compatibility["images"] = "on"  # positions of later tokens may depend on images
+        images = ImageInputs(layout, PixelMaker(model_folder), config.encoder_cache_tokens)
+    return Engine(executor, scheduler, compiler, speculation, compatibility, images)
+
+
+def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | None:
+    """Return the rule for the tokens of images; None: this engine takes no images."""
+    if not config.images or config.pipeline_parallel_size > 1:
+        return None
+    layout = layout_of(model_folder)
+    missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]
+    if layout is not None and missing:
+        logger.info("takes no images: pip install 'baton-serve[images]' for %s", missing[0])
+        return None
+    return layout
 
 
 def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:

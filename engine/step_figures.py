@@ -10,7 +10,7 @@ import time
 from baton.api.outputs import FinishReason
 from baton.kv.manifest import KVKind
 from engine.core.drafts import ALL
-from engine.core.metrics import EngineMetrics
+from engine.core.metrics import EngineMetrics, by_sign
 from engine.core.outputs import SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor
@@ -35,7 +35,7 @@ class StepFigures:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.num_steps = 0
-        self._scheduler, self._looks_up = scheduler, executor.config.prefix_cache
+        self._scheduler, self._config = scheduler, executor.config
         most_beside = executor.config.prefill_tokens_beside_decodes
         self._least_beside = max(most_beside // _LEAST_PART, 1)
         self._stretch: StepStretch | None = None
@@ -77,7 +77,8 @@ class StepFigures:
         scheduler, counters = self._scheduler, self._scheduler.counters
         pool = scheduler.kv_cache_manager.block_pool
         running, waiting = scheduler.num_running, scheduler.num_waiting
-        looks_up, work = self._looks_up, self._work
+        looks_up, work = self._config.prefix_cache, self._work
+        held, unfilled = self._slots()
         return EngineMetrics(
             steps_total=self.num_steps,
             prompt_tokens_computed_total=counters.prompt_tokens_computed,
@@ -99,6 +100,12 @@ class StepFigures:
             step_seconds_total=counters.step_s,
             uptime_seconds=time.monotonic() - self._made_at,
             blocks_evicted_total=pool.num_evicted,
+            device_peak_flops=self._config.peak_flops,
+            device_peak_bandwidth=self._config.peak_bandwidth,
+            blocks_used_peak=pool.num_blocks - pool.least_free,
+            kv_slots_held=held,
+            kv_slots_unfilled=unfilled,
+            residency=pool.residency.copy(),
             received_prompt_tokens_total=counters.received_prompt_tokens,
             step_tokens_total=counters.step_tokens,
             steps_by_tokens=tuple(counters.steps_by_tokens),
@@ -108,6 +115,8 @@ class StepFigures:
             weight_read_bytes_total=self.num_steps * work.weight_bytes
             + counters.experts_read * work.expert_bytes,
             kv_read_bytes_total=counters.kv_read * work.attended_bytes,
+            requests_started_by_priority=by_sign(counters.started),
+            preemptions_by_priority=by_sign(counters.preempted),
             draft_steps_total=counters.draft_steps,
             drafts_total=counters.drafts,
             accepted_drafts_total=sum(counters.accepted_drafts_by_place),
@@ -116,3 +125,12 @@ class StepFigures:
             encoder_cache_hits_total=counters.encoder_cache_hits,
             encoder_seconds_total=counters.encoder_s,
         )
+
+    def _slots(self) -> tuple[int, int]:
+        """Return the slots that open requests hold, and how many of these hold no known token."""
+        manager, held, unfilled = self._scheduler.kv_cache_manager, 0, 0
+        for request in list(self._scheduler.requests.values()):
+            num_held = manager.num_tokens_held(request)
+            held += num_held
+            unfilled += max(num_held - request.num_tokens, 0)
+        return held, unfilled

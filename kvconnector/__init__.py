@@ -19,4 +19,5 @@ KV_CONNECTORS: Registry[MakeTransport] = Registry(
         "tls": "kvconnector.transports.sockets.transport:TlsTransport",
         "in_memory": "kvconnector.transports.in_memory:InMemoryTransport",
     },
+    plugin_group="baton.transports",
 )

@@ -142,6 +142,11 @@ class CausalLM(Protocol):
         ...
 
     @property
+    def vision(self) -> ImageEncoder | None:
+        """Encoder of images; None: no images are computed."""
+        ...
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes of the weights that are mapped from a cached file."""
         ...

@@ -13,4 +13,6 @@ from baton.registry import Registry
 if TYPE_CHECKING:
     from models.family import Family, TextPart
 
-MODELS: Registry[Family | TextPart] = Registry("model architecture", ARCHITECTURES)
+MODELS: Registry[Family | TextPart] = Registry(
+    "model architecture", ARCHITECTURES, plugin_group="baton.architectures"
+)

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from baton.kv.residency import RESIDENCY_S
 from baton.link.words import NodeRole
 from baton.serving.compat_names import VllmNames
 from baton.telemetry.ledger import BlockOwner, Ledger
@@ -94,9 +95,7 @@ class NodeCollector(Collector):
 
     def _of_engine(self, engine: EngineMetrics) -> Iterator[Metric]:
         gauge, counter = self._gauge, self._counter
-        yield gauge("blocks", "KV blocks.", engine.blocks)
-        yield gauge("blocks_free", "KV blocks that nobody holds.", engine.blocks_free)
-        yield gauge("blocks_cached", "Blocks in the prefix cache.", engine.blocks_cached)
+        yield from self._of_blocks(engine)
         states = {
             "running": engine.requests_running,
             "waiting": engine.requests_waiting,
@@ -118,11 +117,6 @@ class NodeCollector(Collector):
             engine.received_prompt_tokens_total,
         )
         yield counter(
-            "blocks_evicted",
-            "Blocks that were allocated while they cached something.",
-            engine.blocks_evicted_total,
-        )
-        yield counter(
             "prompt_tokens_computed",
             "Prompt tokens, again and again if preempted.",
             engine.prompt_tokens_computed_total,
@@ -140,6 +134,7 @@ class NodeCollector(Collector):
             "prefix_lookup_tokens", "Prompt tokens looked up.", engine.prefix_lookup_tokens_total
         )
         yield counter("preemptions", "Requests that lost their blocks.", engine.preemptions_total)
+        yield from self._by_priority(engine)
         yield counter("draft_steps", "Steps with drafts, by request.", engine.draft_steps_total)
         yield counter("drafts", "Computed drafts.", engine.drafts_total)
         places = {str(i): n for i, n in enumerate(engine.accepted_drafts_by_place, 1)}
@@ -154,6 +149,44 @@ class NodeCollector(Collector):
         yield from self._of_images(engine)
         yield gauge("uptime_seconds", "Since the engine was made.", engine.uptime_seconds)
 
+    def _by_priority(self, engine: EngineMetrics) -> Iterator[Metric]:
+        for name, text, numbers in (
+            (
+                "requests_started",
+                "Requests that began to run.",
+                engine.requests_started_by_priority,
+            ),
+            (
+                "preemptions_by_priority",
+                "Preemptions by the sign of the request's priority.",
+                engine.preemptions_by_priority,
+            ),
+        ):
+            yield self._family(CounterMetricFamily, name, text, _by("priority", numbers))
+
+    def _of_blocks(self, engine: EngineMetrics) -> Iterator[Metric]:
+        gauge = self._gauge
+        yield gauge("blocks", "KV blocks.", engine.blocks)
+        yield gauge("blocks_free", "KV blocks that nobody holds.", engine.blocks_free)
+        yield gauge("blocks_cached", "Blocks in the prefix cache.", engine.blocks_cached)
+        yield self._counter(
+            "blocks_evicted",
+            "Blocks that were allocated while they cached something.",
+            engine.blocks_evicted_total,
+        )
+        yield gauge("blocks_used_peak", "Most blocks in use at a time.", engine.blocks_used_peak)
+        yield gauge("kv_slots_held", "Tokens that requests' blocks hold.", engine.kv_slots_held)
+        yield gauge("kv_slots_unfilled", "Slots without a token.", engine.kv_slots_unfilled)
+        residency = engine.residency
+        for name, text, seconds in (
+            ("lifetime", "From caching to eviction.", residency.lifetime),
+            ("idle_before_evict", "From release to eviction.", residency.idle_before_eviction),
+            ("reuse_gap", "From release until taken back.", residency.reuse_gap),
+        ):
+            yield self._histogram(
+                f"kv_block_{name}_seconds", text, RESIDENCY_S, seconds.counts, seconds.sum_s
+            )
+
     def _of_work(self, engine: EngineMetrics) -> Iterator[Metric]:
         counter = self._counter
         yield counter("model_flops", "Estimated by configuration.", engine.model_flops_total)
@@ -161,6 +194,12 @@ class NodeCollector(Collector):
             "weight_read_bytes", "Weights that steps read.", engine.weight_read_bytes_total
         )
         yield counter("kv_read_bytes", "KV that steps read.", engine.kv_read_bytes_total)
+        for name, text, peak in (
+            ("device_peak_flops", "FLOPs per second, by option.", engine.device_peak_flops),
+            ("device_peak_bandwidth", "Bytes per second, by option.", engine.device_peak_bandwidth),
+        ):
+            if peak:
+                yield self._gauge(name, text, peak)
 
     def _of_images(self, engine: EngineMetrics) -> Iterator[Metric]:
         counter = self._counter
@@ -236,13 +275,28 @@ class NodeCollector(Collector):
     # ------------------------------------------------------------------ inside
 
     def _step_tokens(self, engine: EngineMetrics) -> Metric:
-        family = HistogramMetricFamily(
-            "baton_step_tokens", "Tokens that a step computes.", labels=[*self._common]
+        return self._histogram(
+            "step_tokens",
+            "Tokens that a step computes.",
+            STEP_TOKENS,
+            engine.steps_by_tokens,
+            engine.step_tokens_total,
         )
-        bounds = [*map(str, STEP_TOKENS), "+Inf"]
-        so_far = itertools.accumulate(engine.steps_by_tokens)
-        buckets = list(zip(bounds, so_far, strict=True))
-        family.add_metric([*self._common.values()], buckets, engine.step_tokens_total)
+
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+    ) -> Metric:
+        """Return a histogram.
+
+        Args:
+            bounds: upper limits of the buckets but the last.
+            counts: number of values in each bucket.
+            total: sum of all values.
+        """
+        family = HistogramMetricFamily(f"baton_{name}", text, labels=[*self._common])
+        so_far = itertools.accumulate(counts)
+        buckets = list(zip([*map(str, bounds), "+Inf"], so_far, strict=True))
+        family.add_metric([*self._common.values()], buckets, total)
         return family
 
     def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.api.errors import InvalidRequestError
 from baton.api.prompt import check_prompt, check_sampling_params
 from baton.kv.block_hash import extra_keys_of
 from baton.link.words import DecodeCommand, PrefillCommand
@@ -23,6 +24,9 @@ def new_request(
     token_ids = [*command.prompt_token_ids, *command.output_token_ids]
     check_prompt(token_ids, vocab_size=vocab_size, max_model_len=engine.max_model_len)
     check_sampling_params(params, vocab_size=vocab_size)
+    images = engine.images.of_prompt(command.images, command.prompt_token_ids)
+    if images is not None and not images.files and _computes_prompt(command):
+        raise InvalidRequestError("images", "came without files to the node that encodes them")
     return Request.create(
         command.request_id,
         command.prompt_token_ids,
@@ -35,4 +39,10 @@ def new_request(
         extra_keys=extra_keys_of(command.cache_salt),
         adapter=command.adapter,
         epoch=command.epoch,
+        priority=command.priority,
+        images=images,
     )
+
+
+def _computes_prompt(command: PrefillCommand | DecodeCommand) -> bool:
+    return isinstance(command, PrefillCommand) or not command.prefill_engine_id

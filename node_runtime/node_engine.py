@@ -86,6 +86,7 @@ class LoadedEngine:
             step_times=tuple(StepTime(*one) for one in first_steps.step_times),
             decode_times=tuple(DecodeTime(*one) for one in first_steps.decode_times),
             loads_adapters=self.loads_adapters,
+            encodes_images=self.engine.images.are_taken,
         )
 
 
@@ -130,6 +131,7 @@ def load_engine(
     )
     began_at = time.perf_counter()
     engine.prepare_grammars()
+    engine.images.start()
     logger.info("prepared structured output in %.1f s", time.perf_counter() - began_at)
     compatibility = {
         **engine.compatibility,

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from baton.checkpoint.model_folder import ModelLimits, find_model_folder, read_limits
 from baton.checkpoint.model_identity import folder_identity
+from baton.checkpoint.sampling_defaults import read_end_token_ids
 from baton.link.beat_interval import BEAT_INTERVAL_S
+from baton.media.layouts import layout_of
+from baton.text.tokenizer import Tokenizer
 from router.api.grpc.link_service import NodePools
 from router.calls.dispatcher import Dispatcher
 from router.calls.recovery.recovery import Recoveries
@@ -24,6 +27,7 @@ from router.gate.rate_limits import RateLimits
 from router.gate.scaling import ScalingSignals
 from router.intake.cache_salts import make_salts
 from router.intake.fleet_metrics import Collected, collect_scaling
+from router.intake.images.image_reader import ImageReader
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.prompt_reader import EarlyReaders
@@ -170,10 +174,22 @@ def make_intake(
         parsers=config.texts.make_parsers(readers.tokenizer),
         readers=readers,
         sampling_defaults=config.texts.sampling_defaults(folder),
+        end_token_ids=read_end_token_ids(folder),
         trusts_templates=config.texts.trust_request_chat_template,
         cuts_changing_lines=config.texts.cut_changing_lines,
         logs_prompts=config.log_prompts,
+        images=_make_image_reader(config, folder, readers.tokenizer),
     )
+
+
+def _make_image_reader(
+    config: RouterConfig, folder: Path, tokenizer: Tokenizer | None
+) -> ImageReader | None:
+    """Make the reader of images; None: the model takes no images."""
+    if tokenizer is None or config.images.max_images == 0:
+        return None
+    layout = layout_of(folder, tokenizer)
+    return None if layout is None else ImageReader(layout, config.images)
 
 
 def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) -> ScalingSignals:

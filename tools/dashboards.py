@@ -57,6 +57,13 @@ def _ratio(above: str, below: str) -> str:
     return f"{_rate(above, _N, 'node')} / ({_rate(below, _N, 'node')} > 0)"
 
 
+def _share(above: str | tuple[str, ...], peak: str) -> str:
+    """Divide a node's rates, added up, by its peak."""
+    names = (above,) if isinstance(above, str) else above
+    rates = " + ".join(_rate(name, _N, "node") for name in names)
+    return f"({rates}) / sum by (node) ({peak}{{{_N}}})"
+
+
 Rows: TypeAlias = dict[str, tuple[Panel, ...]]  # by their titles
 
 FLEET: Rows = {
@@ -187,6 +194,13 @@ NODES: Rows = {
                "{{node}} KV": _rate("baton_kv_read_bytes_total", _N, "node")},
               "Per second, from the model's configuration; compare with the memory's bandwidth.",
               "Bps"),
+        Panel("MFU and share of bandwidth",
+              {"{{node}} FLOPs": _share("baton_model_flops_total", "baton_device_peak_flops"),
+               "{{node}} bandwidth":
+               _share(("baton_weight_read_bytes_total", "baton_kv_read_bytes_total"),
+                      "baton_device_peak_bandwidth")},
+              "Of the peaks that --peak-flops and --peak-bandwidth tell; empty without them.",
+              "percentunit"),
     ),
     "KV cache": (
         Panel("Blocks in use",
@@ -204,6 +218,28 @@ NODES: Rows = {
               "Per second: cached blocks that were given to other requests."),
         Panel("Preemptions", {"{{node}}": _rate("baton_preemptions_total", _N, "node")},
               "Requests per second that lost their blocks."),
+    ),
+    "KV residency": (
+        Panel("Lifetime of cached blocks",
+              _quantiles("baton_kv_block_lifetime_seconds", _N),
+              "From entering the prefix cache to eviction.", "s"),
+        Panel("Idle before eviction",
+              _quantiles("baton_kv_block_idle_before_evict_seconds", _N),
+              "From the last release to eviction. Shorter than the reuse gap: a larger cache "
+              "would have more hits.", "s"),
+        Panel("Reuse gap", _quantiles("baton_kv_block_reuse_gap_seconds", _N),
+              "From the last release until a request took the block back.", "s"),
+        Panel("Most blocks in use",
+              {"{{node}}": f"baton_blocks_used_peak{{{_N}}} / baton_blocks{{{_N}}}"},
+              "Since the node's start, as a share of all blocks.", "percentunit"),
+        Panel("Unfilled slots",
+              {"{{node}}":
+               f"baton_kv_slots_unfilled{{{_N}}} / (baton_kv_slots_held{{{_N}}} > 0)"},
+              "Share of the slots of requests' blocks that holds no token: internal waste.",
+              "percentunit"),
+        Panel("Preemptions by priority",
+              {"{{priority}}": _rate("baton_preemptions_by_priority_total", _N, "priority")},
+              "Per second, by the sign of the preempted request's priority."),
     ),
 }  # fmt: skip
 

@@ -59,14 +59,17 @@ def read_lock(text: str) -> dict[str, list[Version]]:
 
 def requirements_of(project: Mapping[str, Any], extra: str) -> Iterator[Requirement]:
     """Yield a project's requirements with an extra, including extras that this one names."""
-    optional = project["optional-dependencies"]
-    for text in [*project["dependencies"], *optional[extra]]:
-        requirement = Requirement(text)
-        if requirement.name == project["name"]:
-            for inner in requirement.extras:
-                yield from map(Requirement, optional[inner])
-        else:
+    yield from map(Requirement, project["dependencies"])
+    yield from _requirements_of_extra(project, extra)
+
+
+def _requirements_of_extra(project: Mapping[str, Any], extra: str) -> Iterator[Requirement]:
+    for requirement in map(Requirement, project["optional-dependencies"][extra]):
+        if requirement.name != project["name"]:
             yield requirement
+            continue
+        for inner in sorted(requirement.extras):
+            yield from _requirements_of_extra(project, inner)
 
 
 def lock_findings(pyproject: Mapping[str, Any], pins: Pins) -> Iterator[str]:

@@ -151,7 +151,9 @@ def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
 
 
 # Names in config.json -> what the families' files say; imported only to supply a missing limit.
-_MODELS: Registry[Any] = Registry("model architecture", ARCHITECTURES)
+_MODELS: Registry[Any] = Registry(
+    "model architecture", ARCHITECTURES, plugin_group="baton.architectures"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ def read_limits(folder: Path) -> ModelLimits:
 def _default(architectures: object, field: str) -> object:
     """Return a family's default for a field, or None."""
     names = architectures if isinstance(architectures, list) else []
-    known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES]
+    supported = _MODELS.names()
+    known = [name for name in names if isinstance(name, str) and name in supported]
     return next((_MODELS.load(name).defaults.get(field) for name in known), None)
 
 

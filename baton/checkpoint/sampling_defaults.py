@@ -1,11 +1,12 @@
 """Sampling defaults: the sampling parameters in a checkpoint's `generation_config.json`.
 
-A request's own parameters override these, and these override Baton's defaults. The engine reads
-the file's end-of-sequence tokens, which apply in any case.
+A request's own parameters override these, and these override Baton's defaults. The file's
+end-of-sequence tokens apply in any case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,30 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
     except InvalidRequestError as error:
         raise ModelLoadError(f"model: {path}: {error}") from error
     return defaults
+
+
+def read_end_token_ids(folder: Path) -> frozenset[int]:
+    """Return the tokens that end an output, as `models.config` reads them; may be empty.
+
+    Raises ModelLoadError for a broken file or a value that is no token id.
+    """
+    config, generation = folder / "config.json", folder / "generation_config.json"
+    whole = read_object(config)
+    of_text = whole.get("text_config")
+    # The whole model's field counts where its text part has none.
+    fields = {**whole, **of_text} if isinstance(of_text, dict) else whole
+    ends = set(_token_ids(fields, config))
+    if generation.is_file():
+        ends.update(_token_ids(read_object(generation), generation))
+    return frozenset(ends)
+
+
+def _token_ids(content: Mapping[str, Any], path: Path) -> list[int]:
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(one) is not int or one < 0 for one in ids):
+        raise ModelLoadError(f"model: {path}: eos_token_id must be token ids, got {value!r:.60}")
+    return ids
 
 
 def _top_k(value: Any) -> Any:

@@ -25,6 +25,10 @@ _ENTRIES = {
         "baton.cli.doctor.command:doctor",
         "Show what this machine offers Baton, with advice for what is missing.",
     ),
+    "plugins": Entry(
+        "baton.cli.doctor.plugins:list_plugins",
+        "List the plug-ins of installed packages, and whether they may be used.",
+    ),
     "model": Entry("baton.cli.model_command:app", "Show how much memory a model needs."),
     "bench": Entry(
         "baton.cli.programs.bench:app",

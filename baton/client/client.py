@@ -13,6 +13,7 @@ import grpc.aio
 
 from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
+from baton.api.beam_search import BeamCompletion, BeamSearchParams, EarlyStopping
 from baton.api.outputs import Completion, TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.client.channel import AsyncChannel, SyncChannel
@@ -24,7 +25,9 @@ from baton.client.messages import (
     credentials,
     join,
     join_batch,
+    join_beams,
     make_batch_request,
+    make_beam_request,
     make_prompt,
     make_request,
     models_from_proto,
@@ -140,6 +143,31 @@ class Client:
         """Yield pieces of all completions as they arrive, each with prompt and choice index."""
         request = make_batch_request(prompts, sampling_params, **options)
         yield from self._read(self._channel.stub().GenerateBatch, request, timeout_s)
+
+    def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[BeamCompletion]]:
+        """Return each prompt's ``beam_width`` best outputs, best first; raises a BatonError.
+
+        The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
+        """
+        beams = BeamSearchParams(
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        request = make_beam_request(prompts, beams, **options)
+        deltas = list(self._read(self._channel.stub().GenerateBatch, request, timeout_s))
+        return join_beams(deltas, beams)
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids of a prompt, as the model would see them."""
@@ -288,6 +316,31 @@ class AsyncClient:
         request = make_batch_request(prompts, sampling_params, **options)
         async for delta in self._read(self._channel.stub().GenerateBatch, request, timeout_s):
             yield delta
+
+    async def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[BeamCompletion]]:
+        """Return each prompt's ``beam_width`` best outputs, best first; raises a BatonError.
+
+        The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
+        """
+        beams = BeamSearchParams(
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        request = make_beam_request(prompts, beams, **options)
+        method = self._channel.stub().GenerateBatch
+        return join_beams([one async for one in self._read(method, request, timeout_s)], beams)
 
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids of a prompt, as the model would see them."""

@@ -9,10 +9,11 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import grpc
 
+from baton.api.beam_search import BeamCompletion, BeamSearchParams
 from baton.api.errors import (
     BatonError,
     ConfigError,
@@ -175,11 +176,16 @@ def make_batch_request(
     sampling_params: SamplingParams | None,
     request_id: str = "",
     *,
+    beams: BeamSearchParams | None = None,
     session_id: str = "",
     priority: int = 0,
     model: str = "",
 ) -> inference_pb2.GenerateBatchRequest:
-    """Make the request message for several prompts; raises InvalidRequestError."""
+    """Make the request message for several prompts; raises InvalidRequestError.
+
+    Args:
+        beams: makes the outputs the best ones of a beam search; None: the outputs are sampled.
+    """
     if isinstance(prompts, str):
         raise InvalidRequestError("prompts", "must be a list of prompts, got a text")
     check_priority(priority)
@@ -190,6 +196,7 @@ def make_batch_request(
         prompts=map(make_prompt, prompts),
         sampling_params=wire_types.sampling_params_to_proto(one),
         n=params.n,
+        beam_search=None if beams is None else wire.beam_search_to_proto(beams),
         session_id=_checked_text("session_id", session_id),
         priority=priority,
         model=_checked_text("model", model),
@@ -294,6 +301,34 @@ def join_batch(deltas: Sequence[TextDelta]) -> list[list[Completion]]:
         [join(list(choice)) for _, choice in itertools.groupby(prompt, lambda d: d.choice_index)]
         for _, prompt in itertools.groupby(order, lambda d: d.prompt_index)
     ]
+
+
+def make_beam_request(
+    prompts: Sequence[Prompt], beams: BeamSearchParams, **options: Unpack[RequestOptions]
+) -> inference_pb2.GenerateBatchRequest:
+    """Make the request message for a beam search; raises InvalidRequestError."""
+    params = SamplingParams(
+        n=beams.beam_width, max_tokens=beams.max_tokens, temperature=0, logprobs=0
+    )
+    return make_batch_request(prompts, params, beams=beams, **options)
+
+
+def join_beams(deltas: Sequence[TextDelta], beams: BeamSearchParams) -> list[list[BeamCompletion]]:
+    """Return the outputs of a beam search, by prompt, best first."""
+    return [[_beam(output, beams) for output in outputs] for outputs in join_batch(deltas)]
+
+
+def _beam(output: Completion, beams: BeamSearchParams) -> BeamCompletion:
+    logprob = 0.0
+    for token in output.logprobs:  # in this order, and not by `sum`, as `BeamSearch` adds
+        logprob += token.logprob
+    return BeamCompletion(
+        text=output.text,
+        token_ids=output.token_ids,
+        logprob=logprob,
+        score=beams.score(logprob, len(output.token_ids)),
+        finish_reason=output.finish_reason,
+    )
 
 
 def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelDescription]:

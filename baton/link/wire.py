@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from baton.api.beam_search import BeamSearchParams, EarlyStopping
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
@@ -75,6 +76,38 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
         choice_index=message.choice_index,
         stop_string=message.stop_string if message.HasField("stop_string") else None,
     )
+
+
+def beam_search_to_proto(beams: BeamSearchParams) -> inference_pb2.BeamSearch:
+    """Convert a beam search; output length and end tokens travel elsewhere."""
+    return inference_pb2.BeamSearch(
+        beam_width=beams.beam_width,
+        length_penalty=beams.length_penalty,
+        early_stopping=_STOPPING_TO_PROTO[beams.early_stopping],
+    )
+
+
+def beam_search_from_proto(message: inference_pb2.BeamSearch) -> BeamSearchParams:
+    """Convert a beam search; raises InvalidRequestError."""
+    has_penalty = message.HasField("length_penalty")
+    stopping = _STOPPING_FROM_PROTO.get(message.early_stopping)
+    if stopping is None:
+        raise InvalidRequestError("early_stopping", f"has no value {message.early_stopping}")
+    return BeamSearchParams(
+        beam_width=message.beam_width,
+        length_penalty=message.length_penalty if has_penalty else 1.0,
+        early_stopping=stopping,
+    )
+
+
+_STOPPING_TO_PROTO: dict[EarlyStopping, inference_pb2.EarlyStopping] = {
+    False: inference_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: inference_pb2.EARLY_STOPPING_AT_ONCE,
+    "never": inference_pb2.EARLY_STOPPING_NEVER,
+}
+_STOPPING_FROM_PROTO: dict[int, EarlyStopping] = {
+    number: stopping for stopping, number in _STOPPING_TO_PROTO.items()
+}
 
 
 # ------------------------------------------------------------------ node -> router

@@ -269,6 +269,7 @@ class RequestCommand:
         adapter: digest of the request's adapter; empty: the base model.
         adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
         pins_adapter: whether the adapter keeps its slot when others need one.
+        priority: the client's order among requests, where smaller goes first.
         trace: parent span of the node's spans; None: not traced.
         images: images of the prompt in order; without files for a node that does not compute the
             prompt.
@@ -284,6 +285,7 @@ class RequestCommand:
     adapter: str = ""
     adapter_source: str = ""
     pins_adapter: bool = False
+    priority: int = 0
     trace: TraceContext | None = None
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
 

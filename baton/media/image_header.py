@@ -89,6 +89,28 @@ def orientation_of(image: Image.Image) -> int:
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Return an image as its EXIF orientation says that it is shown.
+
+    Args:
+        image: an open image that is not decoded yet.
+    """
+    from PIL import Image
+
+    turn = Image.Transpose
+    turns = {
+        2: turn.FLIP_LEFT_RIGHT,
+        3: turn.ROTATE_180,
+        4: turn.FLIP_TOP_BOTTOM,
+        5: turn.TRANSPOSE,
+        6: turn.ROTATE_270,
+        7: turn.TRANSVERSE,
+        8: turn.ROTATE_90,
+    }
+    orientation = orientation_of(image)
+    return image if orientation == 1 else image.transpose(turns[orientation])
+
+
 def make_work(options: Mapping[str, str]) -> Work:
     """Return the function that reads a header; called in a worker template."""
     from PIL import Image

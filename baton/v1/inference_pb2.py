@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"R\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12$\n\x05parts\x18\x03 \x03(\x0b\x32\x15.baton.v1.ContentPart\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x93\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x11\n\tresumable\x18\x06 \x01(\x08\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\r\n\x05model\x18\x14 \x01(\t\x12\x0e\n\x06images\x18\x15 \x03(\x0c\x42\x08\n\x06prompt\"{\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x0e\n\x06images\x18\x04 \x03(\x0c\x42\x08\n\x06prompt\"\xc0\x01\n\x14GenerateBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x07prompts\x18\x02 \x03(\x0b\x32\x10.baton.v1.Prompt\x12\x31\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\t\n\x01n\x18\x04 \x01(\r\x12\x12\n\nsession_id\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\r\n\x05model\x18\x14 \x01(\t\">\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11next_output_index\x18\x02 \x01(\r\"B\n\x0fTokenizeRequest\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.baton.v1.Prompt\x12\r\n\x05model\x18\x14 \x01(\t\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"E\n\x12\x43ountTokensRequest\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.baton.v1.Prompt\x12\r\n\x05model\x18\x14 \x01(\t\")\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"c\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x14\n\x0cimage_marker\x18\x05 \x01(\t\"\xe3\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\"\n\x07receipt\x18\x06 \x01(\x0b\x32\x11.baton.v1.Receipt\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x14\n\x0cprompt_index\x18\n \x01(\r\x12\x14\n\x0c\x63hoice_index\x18\x0b \x01(\r\x12\x18\n\x0bstop_string\x18\x0c \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_stop_string2\xb8\x03\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12M\n\rGenerateBatch\x12\x1e.baton.v1.GenerateBatchRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12?\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12J\n\x0b\x43ountTokens\x12\x1c.baton.v1.CountTokensRequest\x1a\x1d.baton.v1.CountTokensResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"R\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12$\n\x05parts\x18\x03 \x03(\x0b\x32\x15.baton.v1.ContentPart\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x93\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x11\n\tresumable\x18\x06 \x01(\x08\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\r\n\x05model\x18\x14 \x01(\t\x12\x0e\n\x06images\x18\x15 \x03(\x0c\x42\x08\n\x06prompt\"{\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x0e\n\x06images\x18\x04 \x03(\x0c\x42\x08\n\x06prompt\"\xeb\x01\n\x14GenerateBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x07prompts\x18\x02 \x03(\x0b\x32\x10.baton.v1.Prompt\x12\x31\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\t\n\x01n\x18\x04 \x01(\r\x12\x12\n\nsession_id\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12)\n\x0b\x62\x65\x61m_search\x18\x16 \x01(\x0b\x32\x14.baton.v1.BeamSearch\x12\r\n\x05model\x18\x14 \x01(\t\"\x81\x01\n\nBeamSearch\x12\x12\n\nbeam_width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x17.baton.v1.EarlyStoppingB\x11\n\x0f_length_penalty\">\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11next_output_index\x18\x02 \x01(\r\"B\n\x0fTokenizeRequest\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.baton.v1.Prompt\x12\r\n\x05model\x18\x14 \x01(\t\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"E\n\x12\x43ountTokensRequest\x12 \n\x06prompt\x18\x01 \x01(\x0b\x32\x10.baton.v1.Prompt\x12\r\n\x05model\x18\x14 \x01(\t\")\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"c\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x14\n\x0cimage_marker\x18\x05 \x01(\t\"\xe3\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\"\n\x07receipt\x18\x06 \x01(\x0b\x32\x11.baton.v1.Receipt\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x14\n\x0cprompt_index\x18\n \x01(\r\x12\x14\n\x0c\x63hoice_index\x18\x0b \x01(\r\x12\x18\n\x0bstop_string\x18\x0c \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_stop_string*e\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45\x41RLY_STOPPING_AT_ONCE\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x32\xb8\x03\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12M\n\rGenerateBatch\x12\x1e.baton.v1.GenerateBatchRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12?\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12J\n\x0b\x43ountTokens\x12\x1c.baton.v1.CountTokensRequest\x1a\x1d.baton.v1.CountTokensResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_EARLYSTOPPING']._serialized_start=1842
+  _globals['_EARLYSTOPPING']._serialized_end=1943
   _globals['_CHATMESSAGE']._serialized_start=60
   _globals['_CHATMESSAGE']._serialized_end=142
   _globals['_CONTENTPART']._serialized_start=144
@@ -43,25 +45,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPT']._serialized_start=527
   _globals['_PROMPT']._serialized_end=650
   _globals['_GENERATEBATCHREQUEST']._serialized_start=653
-  _globals['_GENERATEBATCHREQUEST']._serialized_end=845
-  _globals['_RESUMEREQUEST']._serialized_start=847
-  _globals['_RESUMEREQUEST']._serialized_end=909
-  _globals['_TOKENIZEREQUEST']._serialized_start=911
-  _globals['_TOKENIZEREQUEST']._serialized_end=977
-  _globals['_TOKENIZERESPONSE']._serialized_start=979
-  _globals['_TOKENIZERESPONSE']._serialized_end=1016
-  _globals['_COUNTTOKENSREQUEST']._serialized_start=1018
-  _globals['_COUNTTOKENSREQUEST']._serialized_end=1087
-  _globals['_COUNTTOKENSRESPONSE']._serialized_start=1089
-  _globals['_COUNTTOKENSRESPONSE']._serialized_end=1130
-  _globals['_LISTMODELSREQUEST']._serialized_start=1132
-  _globals['_LISTMODELSREQUEST']._serialized_end=1151
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1153
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1206
-  _globals['_MODEL']._serialized_start=1208
-  _globals['_MODEL']._serialized_end=1307
-  _globals['_GENERATERESPONSE']._serialized_start=1310
-  _globals['_GENERATERESPONSE']._serialized_end=1665
-  _globals['_INFERENCE']._serialized_start=1668
-  _globals['_INFERENCE']._serialized_end=2108
+  _globals['_GENERATEBATCHREQUEST']._serialized_end=888
+  _globals['_BEAMSEARCH']._serialized_start=891
+  _globals['_BEAMSEARCH']._serialized_end=1020
+  _globals['_RESUMEREQUEST']._serialized_start=1022
+  _globals['_RESUMEREQUEST']._serialized_end=1084
+  _globals['_TOKENIZEREQUEST']._serialized_start=1086
+  _globals['_TOKENIZEREQUEST']._serialized_end=1152
+  _globals['_TOKENIZERESPONSE']._serialized_start=1154
+  _globals['_TOKENIZERESPONSE']._serialized_end=1191
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=1193
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=1262
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=1264
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=1305
+  _globals['_LISTMODELSREQUEST']._serialized_start=1307
+  _globals['_LISTMODELSREQUEST']._serialized_end=1326
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1328
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1381
+  _globals['_MODEL']._serialized_start=1383
+  _globals['_MODEL']._serialized_end=1482
+  _globals['_GENERATERESPONSE']._serialized_start=1485
+  _globals['_GENERATERESPONSE']._serialized_end=1840
+  _globals['_INFERENCE']._serialized_start=1946
+  _globals['_INFERENCE']._serialized_end=2386
 # @@protoc_insertion_point(module_scope)

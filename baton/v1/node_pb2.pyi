@@ -285,7 +285,7 @@ class PromptImage(_message.Message):
     def __init__(self, first: _Optional[int] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., frames: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "images")
+    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +299,7 @@ class PrefillCommand(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SOURCE_FIELD_NUMBER: _ClassVar[int]
     PINS_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
@@ -313,11 +314,12 @@ class PrefillCommand(_message.Message):
     adapter: str
     adapter_source: str
     pins_adapter: bool
+    priority: int
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "prefill_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "images")
+    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "prefill_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +333,7 @@ class DecodeCommand(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SOURCE_FIELD_NUMBER: _ClassVar[int]
     PINS_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
@@ -345,8 +348,9 @@ class DecodeCommand(_message.Message):
     adapter: str
     adapter_source: str
     pins_adapter: bool
+    priority: int
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
     __slots__ = ()

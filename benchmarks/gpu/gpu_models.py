@@ -123,10 +123,11 @@ def _load(
     ops: Ops | None = None,
     ranks: Ranks = ALONE,
     cache: WeightsCache | None = None,
+    images: bool = False,
 ) -> CausalLM:
     """Stand in for `load_model`: make random weights for a single rank."""
-    if ranks is not ALONE or ops is not None:
-        raise ValueError("ranks, ops: a shape of this suite is one process's, with the fastest ops")
+    if ranks is not ALONE or ops is not None or images:
+        raise ValueError("ranks, ops, images: shapes of this suite are one process's text models")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)
     with torch.device("meta"):
         model = DecoderForCausalLM(config)

@@ -25,13 +25,15 @@ blocks of classes 0 to c. Refuses to know: requests, tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from baton.kv.block_hash import BlockHash
+from baton.kv.residency import BlockResidency
 
 # The number of free blocks to choose among, as a multiple of the wanted number. More candidates
 # give longer extents, but stray further from the free list's order.
@@ -71,6 +73,8 @@ class KVCacheBlock:
         block_hash: hash of its content, once the block is full and committed; None: blank.
         silent: whether events leave out this block's content.
         cache_class: the class that its content was cached with.
+        cached_at, freed_at: when its content was cached, and when its last holder released it, by
+            the pool's clock.
         previous, next: neighbours in the free list; meaningless while the block is in use.
     """
 
@@ -79,6 +83,8 @@ class KVCacheBlock:
     block_hash: BlockHash | None = None
     silent: bool = False
     cache_class: int = 0
+    cached_at: float = 0.0
+    freed_at: float = 0.0
     previous: KVCacheBlock = field(init=False, repr=False)
     next: KVCacheBlock = field(init=False, repr=False)
 
@@ -89,16 +95,27 @@ class BlockPool:
     Args:
         num_blocks: number of blocks; their ids are ``0 .. num_blocks - 1``.
         record_events: whether to record stored and removed contents for `take_events`.
+        clock: returns seconds.
 
     Attributes:
         num_evicted: cached blocks that were allocated again and so left the prefix cache, since the
             start.
+        least_free: fewest free blocks since the start.
+        residency: how long blocks kept their cached contents.
     """
 
-    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        record_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
+        self.num_free = self.least_free = num_blocks
         self.num_evicted = 0
+        self.residency = BlockResidency()
+        self._clock = clock
         self._blocks: list[KVCacheBlock] = []  # by id; other blocks were never allocated
         self._num_blank = 0  # number of blank blocks, at the front of the free list
         self._head = KVCacheBlock(-1)
@@ -133,6 +150,7 @@ class BlockPool:
             self._make_new(num_blocks if extents else num_blocks - self._num_blank)
             block_ids = self._take_first(num_blocks)
         self.num_free -= num_blocks
+        self.least_free = min(self.least_free, self.num_free)
         return block_ids
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -144,13 +162,16 @@ class BlockPool:
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Take one more reference on each cached block; free ones leave the free list."""
+        now, note_gap = self._clock(), self.residency.reuse_gap.note
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.block_hash is not None, f"block {block_id} caches nothing"
             if block.ref_count == 0:
                 block.previous.next, block.next.previous = block.next, block.previous
                 self.num_free -= 1
+                note_gap(now - block.freed_at)
             block.ref_count += 1
+        self.least_free = min(self.least_free, self.num_free)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference on each block; the last one frees it.
@@ -158,12 +179,14 @@ class BlockPool:
         Callers pass a request's last blocks first: cached blocks are allocated again in the order
         of their release, blank ones in reverse order.
         """
+        now = self._clock()
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is free already"
             block.ref_count -= 1
             if block.ref_count:
                 continue
+            block.freed_at = now
             is_blank = block.block_hash is None
             previous = self._head if is_blank else self._tail.previous
             block.previous, block.next = previous, previous.next
@@ -202,14 +225,15 @@ class BlockPool:
             silent: record no events about these hashes, now or later.
             cache_class: class of blocks whose content is new; see top of file.
         """
+        now = self._clock()
         if silent or self._events is None:
             for block_id, block_hash in zip(block_ids, hashes, strict=True):
-                self._index(block_id, block_hash, cache_class)
+                self._index(block_id, block_hash, cache_class, now)
                 self._blocks[block_id].silent = silent
             return
         stored: list[BlockHash] = []
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if self._index(block_id, block_hash, cache_class):
+            if self._index(block_id, block_hash, cache_class, now):
                 stored.append(block_hash)
             else:  # already cached: this block is the parent of the blocks stored next
                 self._note_stored(stored, parent)
@@ -303,9 +327,9 @@ class BlockPool:
     def _take_first(self, num_blocks: int) -> list[int]:
         """Unlink the first ``num_blocks`` blocks of the free list."""
         block_ids = []
-        block = self._head.next
+        block, now = self._head.next, self._clock()
         for _ in range(num_blocks):
-            self._give(block)
+            self._give(block, now)
             block_ids.append(block.block_id)
             block = block.next
         # `block` is the first block that stays free, or the tail.
@@ -332,28 +356,30 @@ class BlockPool:
         block_ids = choose_extents(candidates, num_blocks)
         if not have_all and (count_extents(block_ids) - FEW_EXTENTS) * SHORT_EXTENT > num_blocks:
             return None
+        now = self._clock()
         for block_id in block_ids:
             block = self._blocks[block_id]
             block.previous.next, block.next.previous = block.next, block.previous
-            self._give(block)
+            self._give(block, now)
         return block_ids
 
-    def _give(self, block: KVCacheBlock) -> None:
+    def _give(self, block: KVCacheBlock, now: float) -> None:
         if block.block_hash is None:
             self._num_blank -= 1
         else:
             self._forget(block)
             self.num_evicted += 1
+            self.residency.note_eviction(block.cached_at, block.freed_at, now)
         block.ref_count = 1
 
-    def _index(self, block_id: int, block_hash: BlockHash, cache_class: int) -> bool:
+    def _index(self, block_id: int, block_hash: BlockHash, cache_class: int, now: float) -> bool:
         """Put a block's content into the index; return whether the content is new there."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free"
         if block.block_hash is not None:
             assert block.block_hash == block_hash
             return False
-        block.block_hash, block.cache_class = block_hash, cache_class
+        block.block_hash, block.cache_class, block.cached_at = block_hash, cache_class, now
         known = self._cached.get(block_hash)
         if known is None:
             self._cached[block_hash] = block

@@ -7,12 +7,16 @@ seconds. Refuses to know: how metrics are exported.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import FinishReason
+from baton.kv.residency import BlockResidency
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 
+# Requests are counted by the sign of their priority, as there are too many priorities for labels.
+PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
 # Steps are counted in buckets of computed tokens: up to 1, up to 2, ..., and more than the last.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -32,6 +36,9 @@ class EngineMetrics:
         requests_finished_stop_total: requests ended by an end token or a stop token.
         requests_finished_length_total: requests ended by a length limit.
         requests_finished_abort_total: requests ended by the sender, or by a stop string.
+        requests_started_by_priority: requests that began to run here, by the sign of their priority
+            (`PRIORITY_SIGNS`).
+        preemptions_by_priority: preemptions, by the sign of the preempted request's priority.
         requests_running: requests that the next step may compute.
         requests_waiting: requests that wait for their first step, or for blocks.
         requests_parked: requests that wait for a remote node's KV, a sibling or a grammar.
@@ -39,12 +46,18 @@ class EngineMetrics:
         blocks_free: free blocks, including those that keep a cached prefix.
         blocks_cached: different contents that the prefix cache can find.
         blocks_evicted_total: blocks that were allocated while they cached something.
+        blocks_used_peak: most blocks in use at a time.
+        kv_slots_held: tokens that the blocks of open requests have room for.
+        kv_slots_unfilled: slots among these that hold no known token.
+        residency: how long blocks kept their cached contents.
         received_prompt_tokens_total: prompt tokens whose KV a remote node wrote.
         step_tokens_total: tokens that steps computed, of prompts and outputs.
         steps_by_tokens: steps by their number of computed tokens, in buckets of `STEP_TOKENS`.
         model_flops_total: floating-point operations, estimated from the model's configuration
             (`models/work.py`).
         weight_read_bytes_total, kv_read_bytes_total: bytes read, also estimated.
+        device_peak_flops, device_peak_bandwidth: what the devices could do per second, by the
+            options; 0: unknown.
         draft_steps_total: times that a step computed drafts for a request.
         drafts_total: drafts that were computed.
         accepted_drafts_total: computed drafts that became part of an output.
@@ -88,6 +101,14 @@ class EngineMetrics:
     model_flops_total: float = 0.0
     weight_read_bytes_total: float = 0.0
     kv_read_bytes_total: float = 0.0
+    device_peak_flops: float = 0.0
+    device_peak_bandwidth: float = 0.0
+    blocks_used_peak: int = 0
+    kv_slots_held: int = 0
+    kv_slots_unfilled: int = 0
+    residency: BlockResidency = field(default_factory=BlockResidency)
+    requests_started_by_priority: Mapping[str, int] = field(default_factory=dict)
+    preemptions_by_priority: Mapping[str, int] = field(default_factory=dict)
     images_encoded_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_seconds_total: float = 0.0
@@ -96,6 +117,16 @@ class EngineMetrics:
     def mean_acceptance_length(self) -> float:
         """Return the mean number of tokens per request and step with drafts; 1 without drafts."""
         return 1 + self.accepted_drafts_total / max(self.draft_steps_total, 1)
+
+
+def sign_of(priority: int) -> int:
+    """Return -1, 0 or 1."""
+    return (priority > 0) - (priority < 0)
+
+
+def by_sign(counts: Mapping[int, int]) -> dict[str, int]:
+    """Return counts by the names of `PRIORITY_SIGNS`."""
+    return {name: counts[sign] for sign, name in PRIORITY_SIGNS.items()}
 
 
 def attended_tokens(begin: int, end: int, window: int | None) -> int:
@@ -110,6 +141,7 @@ class EngineCounters:
     """Counts that grow as an engine works; see `EngineMetrics`. Only the engine's thread writes.
 
     Attributes:
+        started, preempted: requests by the sign of their priority.
         experts_read: sum over steps of the share of all experts that a step read.
         attended_layers: (window, number of layers) pairs; window None: full attention.
         attended: pairs of tokens in which one attends to the other, over all layers.
@@ -124,6 +156,8 @@ class EngineCounters:
     finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
+    started: dict[int, int] = field(default_factory=lambda: dict.fromkeys(PRIORITY_SIGNS, 0))
+    preempted: dict[int, int] = field(default_factory=lambda: dict.fromkeys(PRIORITY_SIGNS, 0))
     draft_steps: int = 0
     drafts: int = 0
     accepted_drafts_by_place: list[int] = field(default_factory=list)

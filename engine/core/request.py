@@ -67,6 +67,7 @@ class Request:
         block_ids: blocks that hold the KV, in order (`kv_cache_coordinator.py`).
         num_computed_tokens: leading tokens whose KV is in the cache.
 
+        priority: the client's order, smaller first; see ``scheduling_policy``.
         rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
             last.
         row: the worker's row for the request; -1: none. Set by `StepPlanner`.
@@ -116,6 +117,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     # The request's place among others, and its steps in flight.
+    priority: int = 0
     rank: int = 0
     row: int = -1
     num_planned_blocks: int = 0
@@ -160,6 +162,7 @@ class Request:
         extra_keys: tuple[bytes, ...] = (),
         adapter: str = "",
         epoch: int = 0,
+        priority: int = 0,
         grammar: GrammarState | None = None,
         images: PromptImages | None = None,
     ) -> Request:
@@ -198,6 +201,7 @@ class Request:
             extra_keys=(*extra_keys, *extra_keys_of(b"", adapter)),
             images=images,
             epoch=epoch,
+            priority=priority,
         )
 
     @property

@@ -27,7 +27,7 @@ from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bi
 from engine.core.images.image_steps import ImageSteps
 from engine.core.images.prompt_images import PromptImages
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
-from engine.core.metrics import EngineCounters
+from engine.core.metrics import EngineCounters, sign_of
 from engine.core.outputs import (
     ModelRunnerOutput,
     PromptLogprobs,
@@ -57,6 +57,7 @@ class Scheduler:
         prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes, or
             while a remote node computes a parked request's prompt.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
+        by_priority: whether important requests, not early ones, run first.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: see below; None: compute each mask at once.
         encoder_cache_tokens: tokens of all encodings of images that the workers keep.
@@ -84,6 +85,7 @@ class Scheduler:
         long_prefill_token_threshold: int,
         prefill_tokens_beside_decodes: int = ALL,
         preemption: str = "recompute",
+        by_priority: bool = False,
         drafting: DraftPolicy | None = None,
         masks: MaskMaker | None = None,
         encoder_cache_tokens: int = 0,
@@ -96,6 +98,7 @@ class Scheduler:
         self.failures: list[tuple[str, BatonError]] = []
         self.handed_back: list[Request] = []
         self.awaits_masks = False
+        self.by_priority = by_priority
         self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -103,7 +106,7 @@ class Scheduler:
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = ALL  # prompt tokens that the new step may still get
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
-        self._room = WaitingRoom()
+        self._room = WaitingRoom(by_priority=by_priority)
         in_steps = drafting is not None and drafting.in_steps
         self._planner = StepPlanner(max_num_requests, has_next_tokens=in_steps)
         self._running: list[Request] = []  # by rank: the last one is preempted first
@@ -137,14 +140,19 @@ class Scheduler:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Give a parked request its cached blocks, all other blocks, and one decode block.
 
-        Returns None if too few blocks are free besides those that waiting requests need. Requests
-        that wait for their turn in a step, and not for blocks, delay no grant.
+        Returns None if too few blocks are free besides those that waiting requests need; by
+        priority, only those that go before this request. Requests that wait for their turn in a
+        step, and not for blocks, delay no grant.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if self._room.num_without_blocks:
             needed = [manager.num_tokens_to_grant(request)]
-            needed += [waiting.num_tokens + 1 for waiting in self._room.waiting()]
+            needed += [
+                waiting.num_tokens + 1
+                for waiting in self._room.waiting()
+                if not self.by_priority or waiting.rank < request.rank
+            ]
             num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks
             if num_blocks > manager.block_pool.num_free:
                 return None
@@ -216,15 +224,8 @@ class Scheduler:
         Args:
             failed: digests, and why.
         """
-        for digest, problem in failed.items():
-            self.images.note_failed(digest)
-            for request in list(self.requests.values()):
-                if request.images is None or not request.images.users:
-                    continue
-                for index, span in enumerate(request.images.spans):
-                    if span.digest == digest and request.num_computed_tokens < span.end:
-                        self._fail(request, InvalidRequestError(f"images[{index}]", problem))
-                        break
+        for request, error in self.images.failures(failed, list(self.requests.values())):
+            self._fail(request, error)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; None when there is no such request.
@@ -270,6 +271,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Return the number of requests that wait for a step; parked ones are not counted."""
         return len(self._room)
+
+    @property
+    def next_waiting(self) -> Request | None:
+        """Return the request that would start next, or None; for debug lines."""
+        return self._room.peek_arrived() or self._room.peek()
 
     @property
     def num_competing(self) -> int:
@@ -520,7 +526,9 @@ class Scheduler:
 
     def _run(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> int:
         request.status = RequestStatus.RUNNING
-        request.started_at = request.started_at or time.monotonic()
+        if request.started_at is None:
+            request.started_at = time.monotonic()
+            self.counters.started[sign_of(request.priority)] += 1
         bisect.insort(self._running, request, key=lambda r: r.rank)
         if num_tokens <= 0 or not self._may_run(request, num_tokens):
             return 0
@@ -617,6 +625,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self.counters.preempted[sign_of(request.priority)] += 1
         if self._hands_back or (request.images is not None and not request.images.files):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
             self.handed_back.append(request)

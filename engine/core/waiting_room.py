@@ -2,6 +2,7 @@
 
     arrived    in line with blocks: the prompt's KV has arrived, or a sibling has computed it
     waiting    in line without blocks, in order of arrival; preempted ones first
+               (by priority: both lines are in order of rank)
     parked     not in line until an event; parked requests cost nothing per step:
                  WAITING_FOR_REMOTE_KVS    a remote node writes their prompt's KV
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
@@ -13,6 +14,7 @@ Refuses to know: steps, budgets, blocks.
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -27,11 +29,15 @@ PARKED = (
 )
 
 
+# Ranks of two priorities differ by more than the number of requests that an engine ever has.
+_RANKS_PER_PRIORITY = 2**48
+
+
 class WaitingQueue:
     """Waiting requests in the order of arrival, with preempted ones at the front.
 
-    First come, first served, as the router handles priorities. An aborted request stays in the
-    queue until it reaches the front, which saves searching.
+    An ended request stays in the queue until it reaches the front or the back, which saves
+    searching.
     """
 
     def __init__(self) -> None:
@@ -44,6 +50,10 @@ class WaitingQueue:
         while index and self._requests[index - 1].rank > request.rank:
             index -= 1
         self._requests.insert(index, request)
+
+    def add_last(self, request: Request) -> None:
+        """Queue a request behind all others, in whatever order the requests arrived."""
+        self._requests.append(request)
 
     def put_back(self, request: Request) -> None:
         """Queue a preempted request at the front, as it ran before all waiting requests."""
@@ -60,16 +70,58 @@ class WaitingQueue:
         """Remove the request that `peek` returned."""
         return self._requests.popleft()
 
+    def pop_last(self) -> Request:
+        """Remove and return the last request; there must be one."""
+        while self._requests[-1].status.is_finished:
+            self._requests.pop()
+        return self._requests.pop()
+
+    def leave(self, request: Request) -> None:
+        """Note that a queued request ends."""
+
     def __iter__(self) -> Iterator[Request]:
         """Iterate over the requests that wait, in their order."""
         return (request for request in self._requests if not request.status.is_finished)
 
 
+class RankedQueue(WaitingQueue):
+    """Waiting requests in the order of rank; an ended one leaves at once, wherever it is."""
+
+    def __init__(self) -> None:
+        self._ranked: list[Request] = []  # by falling rank, so that the front is removed cheaply
+
+    def add_new(self, request: Request) -> None:
+        bisect.insort(self._ranked, request, key=_falling_rank)
+
+    add_last = put_back = add_new
+
+    def peek(self) -> Request | None:
+        return self._ranked[-1] if self._ranked else None
+
+    def pop(self) -> Request:
+        return self._ranked.pop()
+
+    def pop_last(self) -> Request:
+        return self._ranked.pop(0)
+
+    def leave(self, request: Request) -> None:
+        index = bisect.bisect_left(self._ranked, _falling_rank(request), key=_falling_rank)
+        assert self._ranked[index] is request
+        del self._ranked[index]
+
+    def __iter__(self) -> Iterator[Request]:
+        return reversed(self._ranked)
+
+
+def _falling_rank(request: Request) -> int:
+    return -request.rank
+
+
 class WaitingRoom:
     """Requests that do not run, in the order of their turns.
 
-    A request that ends here stays in its queue until it reaches front or back, but is not
-    counted any more.
+    Args:
+        by_priority: whether important requests go first; else the first that came.
 
     Attributes:
         num_arrived: requests in line that hold blocks.
@@ -77,12 +129,13 @@ class WaitingRoom:
         num_remote: parked requests whose prompts' KV a remote node computes or writes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_priority: bool = False) -> None:
         self.num_arrived = 0
         self.num_without_blocks = 0
         self.num_remote = 0
-        self._arrived: deque[Request] = deque()
-        self._waiting = WaitingQueue()
+        self._by_priority = by_priority
+        self._arrived = RankedQueue() if by_priority else WaitingQueue()
+        self._waiting = RankedQueue() if by_priority else WaitingQueue()
         self._num_ranks = 0
 
     def __len__(self) -> int:
@@ -92,8 +145,10 @@ class WaitingRoom:
     # ------------------------------------------------------------------ in and out
 
     def give_rank(self, request: Request) -> None:
-        """Give a request its permanent rank, in order of arrival."""
+        """Give a request its permanent rank, in order of priority, if it counts, and arrival."""
         request.rank = self._num_ranks
+        if self._by_priority:
+            request.rank += request.priority * _RANKS_PER_PRIORITY
         self._num_ranks += 1
 
     def park(self, request: Request, status: RequestStatus) -> None:
@@ -113,7 +168,7 @@ class WaitingRoom:
         self._count_remote(request, RequestStatus.WAITING)
         request.status = RequestStatus.WAITING
         if request.block_ids:
-            self._arrived.append(request)
+            self._arrived.add_last(request)
             self.num_arrived += 1
         else:
             self._waiting.add_new(request)
@@ -135,8 +190,10 @@ class WaitingRoom:
             self._count_remote(request, None)
             return
         if request.block_ids:
+            self._arrived.leave(request)
             self.num_arrived -= 1
         else:
+            self._waiting.leave(request)
             self.num_without_blocks -= 1
 
     def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
@@ -152,21 +209,17 @@ class WaitingRoom:
 
     def peek_arrived(self) -> Request | None:
         """Return the next request that holds blocks, or None."""
-        while self._arrived and self._arrived[0].status.is_finished:
-            self._arrived.popleft()
-        return self._arrived[0] if self._arrived else None
+        return self._arrived.peek()
 
     def pop_arrived(self) -> Request:
         """Remove the request that `peek_arrived` returned."""
         self.num_arrived -= 1
-        return self._arrived.popleft()
+        return self._arrived.pop()
 
     def pop_last_arrived(self) -> Request:
         """Remove and return the last request that holds blocks; there must be one."""
-        while self._arrived[-1].status.is_finished:
-            self._arrived.pop()
         self.num_arrived -= 1
-        return self._arrived.pop()
+        return self._arrived.pop_last()
 
     def peek(self) -> Request | None:
         """Return the next request that needs blocks, or None."""

@@ -4,58 +4,95 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.api.errors import BatonError
+from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageLayout, PromptImage
 from engine.core.images.prompt_images import PromptImages
+from engine.core.scheduler import Scheduler
 from engine.images.pixel_maker import PixelMaker
+
+_NO_IMAGES = "are not computed here: this model is text only"
 
 
 class ImageInputs:
     """The images of one engine's prompts.
 
     Args:
-        layout: the model's rule for the tokens of an image.
-        pixels: makes pixel values.
+        layout: the model's rule for the tokens of an image; None: it takes no images.
+        pixels: makes pixel values; None: the model takes no images.
         most_tokens: most tokens of one image.
 
     Attributes:
         layout: the argument, unchanged.
     """
 
-    def __init__(self, layout: ImageLayout, pixels: PixelMaker, most_tokens: int) -> None:
+    def __init__(
+        self,
+        layout: ImageLayout | None = None,
+        pixels: PixelMaker | None = None,
+        most_tokens: int = 0,
+    ) -> None:
         self.layout = layout
         self._pixels, self._most_tokens = pixels, most_tokens
 
     @property
-    def is_busy(self) -> bool:
-        """Return whether some prompt waits for pixel values."""
-        return self._pixels.is_busy
+    def are_taken(self) -> bool:
+        """Return whether the model takes images."""
+        return self._pixels is not None
 
-    def of_prompt(self, images: Sequence[PromptImage], token_ids: Sequence[int]) -> PromptImages:
-        """Return the images of a prompt, checked; raises InvalidRequestError."""
+    @property
+    def is_busy(self) -> bool:
+        """Return whether some request waits until its images are decoded."""
+        return self._pixels is not None and self._pixels.is_busy
+
+    def of_prompt(
+        self, images: Sequence[PromptImage], token_ids: Sequence[int]
+    ) -> PromptImages | None:
+        """Return the images of a future request, checked; None: the prompt has none.
+
+        Raises InvalidRequestError.
+        """
+        if not images:
+            return None
+        if self.layout is None:
+            raise InvalidRequestError("images", _NO_IMAGES)
         placeholder = self.layout.placeholder_token_id
         return PromptImages(images, token_ids, placeholder, self._most_tokens)
 
     def start(self) -> None:
-        """Start the media processes; see `PixelMaker.start`."""
-        self._pixels.start()
+        """Start the processes that decode images, if the model takes images.
+
+        Raises:
+            NodeUnavailableError: the processes cannot be started.
+        """
+        if self._pixels is not None:
+            self._pixels.start()
 
     def submit(self, images: PromptImages) -> None:
-        """Make pixel values; see `PixelMaker.submit`."""
+        """Have images decoded; `pass_on` lets their requests go on later."""
+        assert self._pixels is not None, "`of_prompt` refuses images"
         self._pixels.submit(images)
 
-    def take_ready(self) -> list[tuple[PromptImages, BatonError | None]]:
-        """Return the prompts with pixel values; see `PixelMaker.take_ready`."""
-        return self._pixels.take_ready()
+    def pass_on(self, scheduler: Scheduler) -> None:
+        """Let requests go on whose images are decoded; have others' images decoded once more."""
+        if self._pixels is None:
+            return
+        for images, error in self._pixels.take_ready():
+            scheduler.set_pixels(images, error)
+        wanted, scheduler.images.wanted = scheduler.images.wanted, []
+        for images in wanted:
+            self._pixels.submit(images)
 
     def wait(self) -> None:
-        """Wait until `take_ready` may have something new."""
-        self._pixels.wait()
+        """Wait until the images of some request may have been decoded."""
+        if self._pixels is not None:
+            self._pixels.wait()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on any thread, when `take_ready` has something new."""
-        self._pixels.on_ready = wake
+        """Have ``wake`` called, on any thread, when images are decoded."""
+        if self._pixels is not None:
+            self._pixels.on_ready = wake
 
     def close(self) -> None:
-        """End the media processes."""
-        self._pixels.close()
+        """End the processes."""
+        if self._pixels is not None:
+            self._pixels.close()

@@ -1,1 +1,1 @@
-"""The engine as a library: LLM, beam search."""
+"""The engine as a library: LLM."""

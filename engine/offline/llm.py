@@ -19,9 +19,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.adapters.digest import NO_ADAPTER, AdapterDigest, AdapterError
 from baton.adapters.sources import locate_adapter
+from baton.api.beam_search import (
+    Beam,
+    BeamCompletion,
+    BeamSearchParams,
+    EarlyStopping,
+    TopTokens,
+    search_beams,
+)
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
 from baton.api.prompt import (
+    check_priority,
     check_prompt,
     check_sampling_params,
     choice_request_id,
@@ -38,18 +47,11 @@ from engine.core.request import Request
 from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
-from engine.offline.beam_search import (
-    Beam,
-    BeamCompletion,
-    BeamSearchParams,
-    EarlyStopping,
-    TopTokens,
-    search_beams,
-)
+from engine.offline.images import ImagePrompt, take_images, with_images
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | ImagePrompt
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -111,14 +113,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt.
 
         Args:
-            prompts: texts or lists of token ids; one or many.
+            prompts: texts, lists of token ids, or prompts with images (`ImagePrompt`); one or many.
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
+            priority: order among requests, for all prompts or one per prompt: smaller goes first.
+                Needs ``scheduling_policy="priority"``. Priorities change no token.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -132,14 +137,17 @@ class LLM:
         prompt_list = _as_list(prompts)
         params_list = _one_per_prompt(sampling_params, len(prompt_list))
         names = _adapter_per_prompt(adapter, len(prompt_list))
+        priorities = _priority_per_prompt(priority, len(prompt_list))
         self._load_named(set(names))
         choices = [
-            self._make_choices(prompt, params, name)
-            for prompt, params, name in zip(prompt_list, params_list, names, strict=True)
+            self._make_choices(prompt, params, name, priority)
+            for prompt, params, name, priority in zip(
+                prompt_list, params_list, names, priorities, strict=True
+            )
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
-            while self.engine.has_work:
+            while self.engine.has_work or self.engine.images.is_busy:
                 advance(self._step())
         return [answer.completion() for answer in answers]
 
@@ -149,18 +157,28 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
 
         Args:
-            conversations: lists of messages with a ``role`` and a ``content``; one or many.
+            conversations: lists of messages with a ``role`` and a ``content``; one or many. A
+                content may be a list of parts, some of them images (`take_images`).
         """
         if self.tokenizer is None:
             raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
         many = [conversations] if _is_conversation(conversations) else conversations
-        prompts = [self.tokenizer.encode_chat(list(messages)) for messages in many]  # type: ignore[arg-type]  # checked
-        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
+        prompts = [self._render(messages) for messages in many]  # type: ignore[arg-type]  # checked
+        return self.generate(
+            prompts, sampling_params, adapter=adapter, priority=priority, progress=progress
+        )
+
+    def _render(self, messages: Conversation) -> Prompt:
+        assert self.tokenizer is not None
+        plain, images = take_images(messages)
+        token_ids = self.tokenizer.encode_chat(plain)
+        return {"prompt": token_ids, "images": images} if images else token_ids
 
     def beam_search(
         self,
@@ -188,7 +206,7 @@ class LLM:
             early_stopping=early_stopping,
             end_token_ids=self.engine.eos_token_ids,
         )
-        token_ids = [self._tokenize(prompt) for prompt in _as_list(prompts)]
+        token_ids = [self._read_text(prompt) for prompt in _as_list(prompts)]
         for prompt in token_ids:
             self._check_prompt(prompt)
 
@@ -287,6 +305,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         adapter: str = "",
+        priority: int = 0,
     ) -> Iterator[TextDelta]:
         """Complete one prompt, piece by piece; leaving the loop aborts the request.
 
@@ -294,7 +313,9 @@ class LLM:
         InvalidRequestError on the first iteration.
         """
         self._load_named({adapter})
-        requests = self._make_choices(prompt, sampling_params or SamplingParams(), adapter)
+        requests = self._make_choices(
+            prompt, sampling_params or SamplingParams(), adapter, priority
+        )
         answers = self._begin(requests, streams=True)
         try:
             while not all(answer.ended for answer in answers):
@@ -334,6 +355,8 @@ class LLM:
 
         An unexpected error is dumped to a file and ends the engine.
         """
+        if not self.engine.has_work:
+            self.engine.images.wait()
         if self._dead:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
@@ -368,7 +391,7 @@ class LLM:
         return num_ended
 
     def _make_choices(
-        self, prompt: Prompt, params: SamplingParams, adapter: str = ""
+        self, prompt: Prompt, params: SamplingParams, adapter: str = "", priority: int = 0
     ) -> list[Request]:
         """Make one request per wanted output (``SamplingParams.n``) of a prompt.
 
@@ -376,11 +399,16 @@ class LLM:
             adapter: name of an adapter; empty: the base model.
         """
         digest = self._named(adapter).digest if adapter else NO_ADAPTER
-        token_ids = self._tokenize(prompt)
         engine = self.engine
+        images: Sequence[Any] = ()
+        if isinstance(prompt, Mapping):
+            images, prompt = prompt.get("images", ()), prompt["prompt"]
+        token_ids, placed = with_images(self._tokenize(prompt), images, engine.images.layout)
         self._check_prompt(token_ids)
+        prompt_images = engine.images.of_prompt(placed, token_ids)
         params = self._with_marks(params, token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
+        self._check_priority(priority)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
         self._num_requests += 1
@@ -394,7 +422,9 @@ class LLM:
                 eos_token_ids=engine.eos_token_ids,
                 max_model_len=engine.max_model_len,
                 adapter=digest,
+                priority=priority,
                 grammar=engine.compile_grammar(params),
+                images=prompt_images,
             )
             for index in range(params.n)
         ]
@@ -412,6 +442,13 @@ class LLM:
         )
         return replace(params, thinking=thinking)
 
+    def _check_priority(self, priority: int) -> None:
+        check_priority(priority)
+        if priority and not self.engine.by_priority:
+            raise InvalidRequestError(
+                "priority", 'needs LLM(..., scheduling_policy="priority"), which is "fcfs"'
+            )
+
     def _check_prompt(self, token_ids: list[int]) -> None:
         check_prompt(
             token_ids,
@@ -419,7 +456,12 @@ class LLM:
             max_model_len=self.engine.max_model_len,
         )
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
+    def _read_text(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Mapping):
+            raise InvalidRequestError("prompt", "beam search takes no images")
+        return self._tokenize(prompt)
+
+    def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return [int(token_id) for token_id in prompt]
         if self.tokenizer is None:
@@ -447,7 +489,7 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # a single list of token ids
@@ -460,6 +502,14 @@ def _adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[
         problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"
         raise InvalidRequestError("adapter", problem)
     return names
+
+
+def _priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> list[int]:
+    priorities = [priority] * num_prompts if isinstance(priority, int) else list(priority)
+    if len(priorities) != num_prompts:
+        problem = f"must be one or {num_prompts} (one per prompt), got {len(priorities)}"
+        raise InvalidRequestError("priority", problem)
+    return priorities
 
 
 def _one_per_prompt(

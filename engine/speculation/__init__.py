@@ -18,4 +18,5 @@ PROPOSERS: Registry[type[Proposer]] = Registry(
         "eagle": _IN_STEPS,
         "mtp": _IN_STEPS,
     },
+    plugin_group="baton.proposers",
 )

@@ -107,6 +107,7 @@ def make_model_runner(
             state_groups=spec.state_groups,
             device=device,
             graph_inputs=graph_inputs,
+            has_three_axes=any(rope.axes for rope in loaded.model.config.recipe.ropes),
         ),
         StepSampler(samples_on_device, rejects),
         ranks=loaded.ranks,

@@ -117,6 +117,7 @@ class Worker:
             ops=choose_ops(config, device),
             ranks=ranks,
             cache=_weights_cache(config),
+            images=config.images,
         )
         if device.type == "cpu":
             keep_freed_memory()

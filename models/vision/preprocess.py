@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from baton.api.errors import InvalidRequestError, ModelLoadError
-from baton.media.image_header import FORMATS, orientation_of
+from baton.media.image_header import FORMATS, upright
 from baton.media.layouts.pixtral import token_pixels
 from baton.media.layouts.processor_files import ProcessorFiles
 
@@ -79,18 +79,16 @@ class Preprocessor:
 def decode(data: bytes) -> Image.Image:
     """Decode the first frame of an image file, upright and in RGB, as transformers does.
 
-    Orientations that `read_header` does not see are not applied, because the router has counted
-    tokens by the header.
+    The router computed the prompt from a size with the orientation that `upright` reads.
 
     Raises:
         InvalidRequestError: the file is no image that can be decoded.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None  # the reader of headers has limits of its own
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            is_upright = orientation_of(image) == 1
-            return (image if is_upright else ImageOps.exif_transpose(image)).convert("RGB")
+            return upright(image).convert("RGB")
     except Exception as error:  # decoders raise anything for broken files
         raise InvalidRequestError("image", "the file cannot be decoded") from error

@@ -54,8 +54,6 @@ from router.api.http.errors import (
 )
 from router.api.http.exchange import BODIES, ENTRY, PRINCIPAL, HttpOptions, list_name
 from router.api.http.ignored_fields import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, IgnoredFieldsLog
-from router.api.http.images.image_fetch import ImageFetcher
-from router.api.http.images.image_parts import FETCHER
 from router.api.http.responses import LoadObject, ModelList, ModelObject, VersionObject
 from router.api.http.schema import ChatRequest, CompletionRequest
 from router.api.http.tokenization import (
@@ -64,6 +62,7 @@ from router.api.http.tokenization import (
     detokenize,
     tokenize,
 )
+from router.api.images.image_fetch import FETCHER, ImageFetcher
 from router.api.openai_responses.api import responses
 from router.api.openai_responses.request import ResponsesRequest
 from router.api.ui.page import StatusPage

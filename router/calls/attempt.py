@@ -90,6 +90,7 @@ class Attempt:
             "adapter": call.terms.adapter,
             "adapter_source": terms.adapter_source.folder,
             "pins_adapter": terms.adapter_source.is_pinned,
+            "priority": call.terms.priority,
             "trace": terms.trace,
         }
         arrives_s = 0.0

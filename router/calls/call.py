@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from baton.access.identity import ANYBODY, Principal
+from baton.api.beam_search import BeamSearchParams
 from baton.api.images import ImageSpan, PromptImage
+from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
@@ -24,6 +27,7 @@ class Terms:
         session_id: requests of one session share a prefix, and some policies send them to the same
             nodes; empty: no session.
         priority: order among waiting requests; smaller goes first.
+        beams: parameters of a beam search, without end tokens; None: the outputs are sampled.
         principal: the caller.
         cache_word: client's word for its cached blocks: only prompts with equal words share them;
             empty: no word.
@@ -37,6 +41,7 @@ class Terms:
     timeout_s: float | None = None
     session_id: str = ""
     priority: int = 0
+    beams: BeamSearchParams | None = None
     principal: Principal = ANYBODY
     cache_word: str = field(default="", repr=False)
     model: str = ""
@@ -59,6 +64,7 @@ class Call:
         is_chat: whether the prompt was a conversation.
         images: images of the prompt with their files, in order.
         hashes: block hashes of the prompt, shared with copies of this call.
+        source: makes the output in place of nodes, such as a beam search; None: nodes make it.
     """
 
     request_id: str
@@ -71,6 +77,7 @@ class Call:
     is_chat: bool = False
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
     hashes: PromptHashes = field(default=None, repr=False)  # type: ignore[assignment]  # see below
+    source: Callable[[], AsyncGenerator[TextDelta, None]] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # Hashing a long prompt takes 50 ms, so all outputs of a prompt share the hashes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
@@ -39,7 +40,8 @@ async def accept_choices(
 ) -> list[Call]:
     """Return the checked calls of all outputs, grouped by prompt.
 
-    Output i (from 0) of a prompt equals the output of a request with seed + i, as in `engine.LLM`.
+    Output i (from 0) of a prompt equals the output of a request with seed + i, as in `engine.LLM`;
+    with beams, it is the prompt's best output but i.
     The first call has the request's id; the others get ``-1``, ``-2`` and so on appended.
 
     Args:
@@ -56,6 +58,17 @@ async def accept_choices(
         first = dataclasses.replace(params, n=1, seed=seed)
         name = choice_request_id(request_id, len(calls))
         checked = await intake.accept(prompt, first, terms, name)
+        if terms.beams is not None:
+            run = intake.search_beams(checked, params.n)
+            calls += [
+                dataclasses.replace(
+                    checked,
+                    request_id=choice_request_id(request_id, len(calls) + place),
+                    source=functools.partial(run.stream, place),
+                )
+                for place in range(params.n)
+            ]
+            continue
         calls.append(checked)
         for index in range(1, params.n):  # the first call's checks are enough
             of_choice = dataclasses.replace(checked.sampling_params, seed=choice_seed(seed, index))

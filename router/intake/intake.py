@@ -24,6 +24,7 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
+from router.calls.beam_run import BeamLimits, BeamRun, begin_search
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.admission import Admission
@@ -59,6 +60,7 @@ class Intake:
         parsers: divide the outputs of conversations; None: chosen by the chat template.
         readers: templates to fork the processes that read requests; None: start new processes.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
+        end_token_ids: tokens that end an output, for beam searches.
         trusts_templates: whether a request may bring a chat template.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
         logs_prompts: whether prompts and outputs are logged.
@@ -82,6 +84,7 @@ class Intake:
         parsers: OutputParsers | None = None,
         readers: EarlyReaders | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        end_token_ids: frozenset[int] = frozenset(),
         trusts_templates: bool = False,
         cuts_changing_lines: bool = True,
         logs_prompts: bool = False,
@@ -93,6 +96,7 @@ class Intake:
         self.cache_salts = cache_salts or CacheSalts()
         self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
+        self._end_token_ids = end_token_ids
         self.answers = Answers(tokenizer, self.cache_salts, logs_prompts=logs_prompts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
@@ -181,6 +185,11 @@ class Intake:
             images=read.images,
         )
 
+    def search_beams(self, call: Call, num_outputs: int) -> BeamRun:
+        """Return the beam search that a call's terms ask for; raises as `begin_search` does."""
+        limits = BeamLimits(self.max_model_len, self._vocab_size, self._end_token_ids)
+        return begin_search(call, num_outputs, limits, self._dispatcher)
+
     async def stream(
         self, call: Call, parser: OutputParser | None = None
     ) -> AsyncGenerator[TextDelta, None]:
@@ -192,11 +201,12 @@ class Intake:
         answer = self.answers.open_answer(call, parser, lambda: self._dispatcher.receipt(call))
         try:
             with self._metrics.running() as record:
-                async with contextlib.aclosing(self._dispatcher.run(call)) as outputs:
+                source = self._dispatcher.run(call) if call.source is None else call.source()
+                async with contextlib.aclosing(source) as outputs:
                     async for item in outputs:
                         delta = answer.add(item)
                         if delta.finish_reason is None:
-                            if delta.output_index == 0:
+                            if delta.output_index == 0 and call.source is None:
                                 self._dispatcher.note_ttft(call)
                             yield delta
                             continue

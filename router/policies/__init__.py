@@ -20,4 +20,5 @@ POLICIES: Registry[Callable[[], RoutingPolicy]] = Registry(
         "round_robin": "router.policies.round_robin:RoundRobin",
         "session_affinity": "router.policies.session_affinity:SessionAffinity",
     },
+    plugin_group="baton.policies",
 )

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
+from baton.api.beam_search import BeamCompletion, EarlyStopping
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from engine import LLM
-from engine.offline.beam_search import BeamCompletion, EarlyStopping
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

@@ -18,7 +18,7 @@ import engine.worker.worker
 from baton.api.errors import DeadlineExceededError, OverloadedError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.engine_config import PREEMPTION
+from baton.engine_config import PREEMPTION, SCHEDULING_POLICIES
 from baton.kv.block_hash import BlockHash
 from decode_node.options import DecodeOptions
 from kvconnector.peer_process import PeerProcess
@@ -87,6 +87,7 @@ class SystemMachine(RuleBasedStateMachine):
         index_is_small=st.booleans(),
         num_drafts=st.sampled_from([0, 3]),
         restarts_at_end=st.booleans(),
+        scheduling_policy=st.sampled_from(SCHEDULING_POLICIES),
     )
     def make(
         self,
@@ -95,6 +96,7 @@ class SystemMachine(RuleBasedStateMachine):
         max_receiving_requests: int,
         local_prefill_threshold: int,
         restarts_at_end: bool,
+        scheduling_policy: str,
         **choices: Any,
     ) -> None:
         """Make the cluster; options not given are `Setup`'s defaults."""
@@ -115,6 +117,7 @@ class SystemMachine(RuleBasedStateMachine):
                     max_step_stretch=0,  # how long steps take is not drawn
                 ),
                 contents={} if mixed else known_contents(),
+                engine_options={"scheduling_policy": scheduling_policy},
                 **choices,
             )
         )
@@ -132,7 +135,8 @@ class SystemMachine(RuleBasedStateMachine):
         expected = expected_output(
             tuple(prompt), params, max_model_len=self.system.max_model_len, mixed=self.mixed
         )
-        return self.system.call(request_id, prompt, params, timeout_s, expected, salt)
+        priority = len(self.system.clients) % 3 - 1
+        return self.system.call(request_id, prompt, params, timeout_s, expected, salt, priority)
 
     # ------------------------------------------------------------ what must hold
 

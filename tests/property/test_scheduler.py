@@ -64,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sliding_windows=st.sampled_from([(None,), (1,), (2,), (5,), (8,)])
         | st.lists(st.sampled_from([None, 1, 2, 3, 5, 8]), min_size=1, max_size=3),
         num_drafts=st.sampled_from([0, 1, 3]),
+        by_priority=st.booleans(),
     )
     def make(
         self,
@@ -74,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         sliding_windows: Sequence[int | None],
         num_drafts: int,
+        by_priority: bool,
     ) -> None:
         self.num_drafts = num_drafts
         self.max_num_requests = max_num_requests
@@ -95,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_tokens_beside_decodes=prefill_tokens_beside_decodes,
             prefix_cache=prefix_cache,
             sliding_windows=sliding_windows,
+            by_priority=by_priority,
         )
 
     def new_request(
@@ -112,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=self.max_model_len,
             prompt=prompt,
             extra_keys=extra_keys,
+            priority=(len(self.requests) * 7) % 4 - 1,
         )
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []

@@ -13,7 +13,7 @@ import functools
 import random
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,18 @@ class Crowd:
     """Requests that come to a system at random, and what happens to its nodes meanwhile."""
 
     def __init__(
-        self, system: System, alone: Alone, seed: int, max_tokens: int = MAX_TOKENS
+        self,
+        system: System,
+        alone: Alone,
+        seed: int,
+        max_tokens: int = MAX_TOKENS,
+        *,
+        lengths: Sequence[int] = LENGTHS,
+        priorities: Sequence[int] = (),
     ) -> None:
         self.system, self.alone = system, alone
         self.draw, self.max_tokens = random.Random(seed), max_tokens
+        self.lengths, self.priorities = lengths, priorities
         self.asked: list[tuple[Client, Completion]] = []
         self.num_kills = 0
         self.struck: set[str] = set()  # requests that a node died under
@@ -133,7 +141,7 @@ class Crowd:
 
     def call(self) -> None:
         longest = MAX_MODEL_LEN - self.max_tokens
-        length = min(self.draw.choice(LENGTHS) + self.draw.randrange(5), longest)
+        length = min(self.draw.choice(self.lengths) + self.draw.randrange(5), longest)
         # Prompts of a family begin alike: caches have a part of them.
         family = random.Random(self.draw.randrange(3))
         prompt = [family.randrange(3, 64) for _ in range(length)]
@@ -152,6 +160,7 @@ class Crowd:
             params,
             LONG_S,
             (expected.token_ids, expected.finish_reason),
+            priority=self.draw.choice(self.priorities) if self.priorities else 0,
         )
         self.asked.append((client, expected))
 

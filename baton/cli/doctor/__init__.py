@@ -1,1 +1,1 @@
-"""`baton doctor`: checks whether this machine suits Baton, with advice for problems."""
+"""`baton doctor` and `baton plugins`: what this machine and its packages offer, with advice."""

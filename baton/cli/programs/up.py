@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 _FOR_ROUTER = (
     "policy", "served_model_name", "served_model_aliases", "names_file", "request_defaults",
-    "chat_template",
-    "generation_config", "tool_call_parser", "reasoning_parser", "api_keys_file", "adapter",
-    "adapter_root",
+    "chat_template", "generation_config", "tool_call_parser", "reasoning_parser", "image_hosts",
+    "api_keys_file", "adapter", "adapter_root",
 )  # fmt: skip
 _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
@@ -58,6 +57,7 @@ class UpOptions:
     generation_config: str = same_option(RouterConfig, "generation_config")
     tool_call_parser: str = same_option(RouterConfig, "tool_call_parser")
     reasoning_parser: str = same_option(RouterConfig, "reasoning_parser")
+    image_hosts: str = same_option(RouterConfig, "image_hosts")
     policy: str = same_option(RouterConfig, "policy")
     api_keys_file: str = same_option(RouterConfig, "api_keys_file")
     adapter_root: str = option(

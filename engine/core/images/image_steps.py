@@ -14,8 +14,9 @@ Refuses to know: tensors, how requests are chosen.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan
 from engine.core.images.encoder_cache import EncoderCache
 from engine.core.images.image_plan import EncodeImage, PlacedImage, StepImages
@@ -165,11 +166,27 @@ class ImageSteps:
         self._forget.clear()
         return step
 
-    def note_failed(self, digest: bytes) -> None:
-        """Drop an encoding that the workers could not make; all requests that need it must end."""
-        self.cache.remove(digest)
-        self._encode.pop(digest, None)
-        self._forget.append(digest)  # a step in flight may have made it once more
+    def failures(
+        self, failed: Mapping[bytes, str], requests: Iterable[Request]
+    ) -> Iterator[tuple[Request, InvalidRequestError]]:
+        """Drop encodings that the workers could not make; yield the requests that must end.
+
+        Args:
+            failed: digests of these images, and why.
+            requests: all requests that have not ended.
+        """
+        if not failed:
+            return
+        for digest in failed:
+            self.cache.remove(digest)
+            self._encode.pop(digest, None)
+            self._forget.append(digest)  # a step in flight may have made it once more
+        for request in requests:
+            for index, span in enumerate(request.image_spans):
+                if span.digest in failed and request.num_computed_tokens < span.end:
+                    problem = failed[span.digest]
+                    yield request, InvalidRequestError(f"images[{index}]", problem)
+                    break
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert the invariants; for tests and debug runs.

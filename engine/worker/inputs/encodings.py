@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.core.images.image_plan import EncodeImage, PixelArray, PlacedImage, StepImages
-from models.base import CausalLM, ImageEncoder, ImageRows
+from models.base import CausalLM, ImageRows
 
 
 @dataclass(frozen=True, slots=True)
 class ReadImages:
-    """What a step found out about its images.
+    """The result of a step's work on images.
 
     Attributes:
         rows: rows of the step that read encodings.
@@ -64,7 +64,7 @@ class Encodings:
 
     def _encode(self, image: EncodeImage) -> str:
         """Encode an image; return why that failed, or an empty text."""
-        encoder: ImageEncoder | None = getattr(self._model, "vision", None)
+        encoder = self._model.vision
         if encoder is None:
             return "this model has no encoder of images"
         pixels = {array.name: self._to_tensor(array) for array in image.pixels}

@@ -28,6 +28,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "flash_attn": "baton_kernels.attention.flash:FlashAttention",
         "flash_triton": "baton_kernels.attention.flash_triton:FlashTritonAttention",
     },
+    plugin_group="baton.attention",
 )
 
 _WITHOUT_SINKS = ("flash_attn", "flash_triton")

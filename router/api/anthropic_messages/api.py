@@ -19,11 +19,11 @@ from router.api.anthropic_messages.request import (
     dropped_tools,
 )
 from router.api.http.chat import note_effort
+from router.api.http.conversation import read_chat_prompt
 from router.api.http.errors import ApiError, MessageError, message_error
 from router.api.http.event_exchange import AnswerEvent, answer_in_events, as_fields
 from router.api.http.exchange import ENTRY, PRINCIPAL, SERVED, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
-from router.api.http.images.image_parts import read_chat_prompt
 from router.api.http.responses import MessageDelta, ToolCallDelta
 from router.api.http.schema import ChatRequest
 from router.calls.call import Call

@@ -95,6 +95,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         prompts = [_prompt_from_proto(prompt, served) for prompt in request.prompts]
         params = dataclasses.replace(_params_from_proto(request.sampling_params), n=n)
         terms = self._terms(request, context, served)
+        if request.HasField("beam_search"):
+            beams = wire.beam_search_from_proto(request.beam_search)
+            terms = dataclasses.replace(terms, beams=beams)
         _name(context, request.request_id)
         calls = await accept_choices(served.intake, prompts, params, terms, request.request_id)
         _note_accepted(context, calls, n)

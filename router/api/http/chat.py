@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from baton.api.beam_search import MAX_BEAM_TOKENS
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
@@ -19,6 +20,7 @@ from router.api.http.conversation import (
     held_output,
     open_formats,
     parser_context,
+    read_chat_prompt,
     takes_effort,
     unseen_results,
 )
@@ -34,7 +36,6 @@ from router.api.http.exchange import (
     terms_of,
 )
 from router.api.http.ignored_fields import note_ignored
-from router.api.http.images.image_parts import read_chat_prompt
 from router.api.http.logprobs import TokenTexts
 from router.api.http.responses import (
     AssistantMessage,
@@ -290,6 +291,8 @@ async def open_chat(
 def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
     """Return the request's limit of output tokens; by default, as many as fit."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.use_beam_search:
+        room = min(room, MAX_BEAM_TOKENS)
     return named.num_tokens(asked, max(room, 1, body.min_tokens or 0))
 
 

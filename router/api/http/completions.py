@@ -126,7 +126,8 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
         logprobs=body.logprobs,
         prompt_logprobs=_num_prompt_logprobs(body),
     )
-    _check_unsupported(body, params.n)
+    if body.suffix:
+        raise InvalidRequestError("suffix", "is not supported")
     given = _prompts(body.prompt)
     check_num_outputs("prompt", len(given) * params.n)
     prompts = []
@@ -162,13 +163,6 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     """Return the number of prompt logprobs that either field asks for, or None."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((num for num in asked if num is not None), default=None)
-
-
-def _check_unsupported(body: CompletionRequest, num: int) -> None:
-    if body.best_of not in (None, num):
-        raise InvalidRequestError("best_of", f"must be n ({num}) or absent, got {body.best_of}")
-    if body.suffix:
-        raise InvalidRequestError("suffix", "is not supported")
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:

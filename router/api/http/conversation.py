@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
@@ -17,14 +19,17 @@ from router.api.http.schema import (
     MAX_SHOWN_CHARS,
     ChatRequest,
     ContentPart,
+    ImageUrl,
     Message,
     NamedToolChoice,
     Tool,
 )
+from router.api.images.image_fetch import FETCHER
 from router.intake.answers.call_forms import Function
 from router.intake.parsers.base import ParserContext
 from router.intake.parsers.choice import AskedThinking, OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
+from router.names.served_name import ServedName
 
 # Budget of thinking tokens by effort level, for models whose template knows no levels.
 EFFORT_BUDGETS: dict[str, int | None] = {
@@ -63,6 +68,25 @@ def chat_prompt(request: ChatRequest, named_template: str = "") -> ChatPrompt:
         template=request.chat_template,
         named_template=named_template,
     )
+
+
+async def read_chat_prompt(
+    request: web.Request, body: ChatRequest, served: ServedName
+) -> ChatPrompt:
+    """Return the input of the chat template with the files of its images.
+
+    Raises:
+        InvalidRequestError: a message is wrong, the model takes no images, or an image is refused.
+    """
+    prompt = chat_prompt(body, served.chat_template)
+    found = list(_images_of(body.messages))
+    if not found:
+        return prompt
+    reader = served.intake.reader.image_reader(found[0][0])
+    reader.options.check_count("messages", len(found))
+    urls = [(field, _url_of(part, field)) for field, part in found]
+    files = await request.app[FETCHER].read_files(urls, reader)
+    return dataclasses.replace(prompt, images=files)
 
 
 def _template_options(request: ChatRequest) -> dict[str, Any]:
@@ -347,6 +371,23 @@ def _message(message: Message, field: str) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return plain
+
+
+def _images_of(messages: Sequence[Message]) -> Iterator[tuple[str, ContentPart]]:
+    """Yield each image with its field, in order."""
+    for index, message in enumerate(messages):
+        if message.role == "tool" or not isinstance(message.content, list):
+            continue
+        for number, part in enumerate(message.content):
+            if is_image(part):
+                yield f"messages[{index}].content[{number}]", part
+
+
+def _url_of(part: ContentPart, field: str) -> str:
+    url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+    if not url:
+        raise InvalidRequestError(f"{field}.image_url", "is needed")
+    return url
 
 
 def is_image(part: ContentPart) -> bool:

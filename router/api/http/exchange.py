@@ -26,7 +26,7 @@ from router.api.http.errors import ApiError, known_error, status_of
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.logprobs import TokenTexts, as_many
 from router.api.http.responses import Choice, Receipts, Response, usage_of, usage_up_to
-from router.api.http.sampling import as_client_wrote
+from router.api.http.sampling import as_client_wrote, beams_of
 from router.api.http.schema import ChatRequest, SamplingRequest
 from router.api.http.sse import EventStream
 from router.calls.call import Call, Terms
@@ -276,11 +276,12 @@ async def respond_in_events(
 
 
 def terms_of(request: web.Request, body: SamplingRequest, received_at: float) -> Terms:
-    """Return the terms that the client set in body and headers."""
+    """Return the terms that the client set in body and headers; raises InvalidRequestError."""
     return Terms(
         received_at=received_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
         priority=body.priority or 0,
+        beams=beams_of(body),
         principal=request[PRINCIPAL],
         cache_word=body.cache_salt or "",
         model=request[SERVED].name,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from baton.api.beam_search import BeamSearchParams
 from baton.api.errors import InvalidRequestError
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
@@ -44,11 +45,11 @@ def sampling_params(
     """Return the parameters of one output; raises InvalidRequestError.
 
     Args:
-        defaults: values of parameters that the request leaves out.
+        defaults: values of parameters that the request leaves out; a beam search has none.
         structured_output: constraint that replaces ``response_format``, so that the output consists
             of calls, or of calls and an answer.
     """
-    given: dict[str, Any] = dict(defaults or {})
+    given: dict[str, Any] = {"temperature": 0} if request.use_beam_search else dict(defaults or {})
     given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})
     if request.top_k is not None:
         given["top_k"] = max(request.top_k, 0)  # -1 also means off
@@ -64,11 +65,14 @@ def sampling_params(
 
 @contextmanager
 def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
-    """Name the request's own field in errors about structured outputs."""
+    """Name the request's own field in errors about structured outputs and beams."""
     try:
         yield
     except InvalidRequestError as error:
         outer, _, kind = error.field.partition(".")
+        if outer == "beam_width":
+            field = "n" if request.best_of is None else "best_of"
+            raise InvalidRequestError(field, error.problem) from None
         if outer != "structured_output":
             raise
         field = next(iter(_asked(request)), "tools")
@@ -77,6 +81,34 @@ def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
         elif field == "structured_outputs" and kind:
             field = f"{field}.{'json' if kind == 'json_schema' else kind}"
         raise InvalidRequestError(field, error.problem) from None
+
+
+def beams_of(request: SamplingRequest) -> BeamSearchParams | None:
+    """Return the beam search that a request asks for, or None; raises InvalidRequestError."""
+    num = 1 if request.n is None else request.n
+    if not request.use_beam_search:
+        for name, usual in (("length_penalty", 1), ("early_stopping", False), ("best_of", num)):
+            if getattr(request, name) not in (None, usual):
+                raise InvalidRequestError(name, _NEEDS_BEAMS[name].format(num))
+        return None
+    if request.stream:
+        raise InvalidRequestError(
+            "stream", "cannot be true with use_beam_search: a beam is known only at its end"
+        )
+    penalty = request.length_penalty
+    with as_client_wrote(request):
+        return BeamSearchParams(
+            beam_width=num if request.best_of is None else request.best_of,
+            length_penalty=1.0 if penalty is None else penalty,
+            early_stopping=request.early_stopping or False,
+        )
+
+
+_NEEDS_BEAMS = {
+    "length_penalty": "needs use_beam_search: true",
+    "early_stopping": "needs use_beam_search: true",
+    "best_of": "must be n ({}) or absent without use_beam_search",
+}
 
 
 def asked_format(request: SamplingRequest) -> StructuredOutput | None:

@@ -14,7 +14,6 @@ MAX_SHOWN_CHARS = 256  # most characters quoted from a client in errors
 # Fields of other APIs that change the answer and are not supported.
 REFUSED = {
     "functions": "is not supported: use tools",
-    "use_beam_search": "is not supported",
     "bad_words": "is not supported: use banned_token_ids or logit_bias",
     "truncate_prompt_tokens": "is not supported: cut the prompt",
     "logits_processors": "is not supported",
@@ -154,10 +153,18 @@ class SamplingRequest(SharedFields, kw_only=True):
         prompt_logprobs: vLLM's field: number of top logprobs per prompt token.
         include_receipt: Baton's field: whether to add ``"baton": {"receipts": [...]}`` to the
             response.
+        use_beam_search: vLLM's field: whether the outputs are the best ones of a beam search.
+        best_of: number of beams; absent: ``n``. Without a beam search it must be ``n``.
+        length_penalty: vLLM's field: exponent of the length in a beam's score; default 1.
+        early_stopping: vLLM's field: when a beam search ends (`BeamSearchParams`).
         user: accepted without effect, as are all fields below.
     """
 
     n: int | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     max_tokens: int | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -196,7 +203,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 

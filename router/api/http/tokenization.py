@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
+from router.api.http.conversation import read_chat_prompt
 from router.api.http.exchange import PRINCIPAL, SERVED, HttpOptions, read_body
-from router.api.http.images.image_parts import read_chat_prompt
 from router.api.http.logprobs import TokenTexts
 from router.api.http.schema import ChatRequest, Message, Tool
 from router.intake.prompt_reader import Prompt

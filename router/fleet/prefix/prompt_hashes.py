@@ -31,6 +31,8 @@ class PromptHashes:
         cache_salt: prompts share cached blocks only if their salts are equal, as on the nodes.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
         images: the prompt's images, in order.
+        beginning: hashes of a beginning of this prompt, with equal salt, adapter and images, which
+            are not computed again; None: there are none.
     """
 
     def __init__(
@@ -39,12 +41,15 @@ class PromptHashes:
         cache_salt: bytes = b"",
         adapter: str = "",
         images: Sequence[ImageSpan] = (),
+        beginning: PromptHashes | None = None,
     ) -> None:
         self._token_ids = token_ids
         self._images = images
         self._cache_salt, self._adapter = cache_salt, adapter
         self._extra_keys = extra_keys_of(cache_salt, adapter)
+        self._beginning = beginning
         self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
+        self._whole: dict[HashKind, list[BlockHash]] = {}  # kept for prompts that continue this one
         self._salted: dict[bytes, PromptHashes] = {}
 
     def are_of(self, token_ids: Sequence[int], cache_salt: bytes, adapter: str) -> bool:
@@ -56,12 +61,23 @@ class PromptHashes:
         """Return the hashes of the prompt's full blocks, in order."""
         hashes = self._known.get(kind)
         if hashes is None:
-            whole: list[BlockHash] = []
-            if len(self._token_ids) >= kind.block_size:  # a node may report any block size
-                hasher = BlockHasher(*kind)
-                hasher.extend(whole, self._token_ids, self._extra_keys, self._images)
+            whole = [] if self._beginning is None else self._beginning.whole(kind).copy()
+            self._extend(whole, kind)
             hashes = self._known[kind] = shorten(whole)
         return hashes
+
+    def whole(self, kind: HashKind) -> list[BlockHash]:
+        """Return the hashes of the prompt's full blocks in full length, and keep them."""
+        whole = self._whole.get(kind)
+        if whole is None:
+            whole = self._whole[kind] = []
+            self._extend(whole, kind)
+        return whole
+
+    def _extend(self, whole: list[BlockHash], kind: HashKind) -> None:
+        if len(self._token_ids) >= kind.block_size:  # a node may report any block size
+            hasher = BlockHasher(*kind)
+            hasher.extend(whole, self._token_ids, self._extra_keys, self._images)
 
     def salted(self, cache_salt: bytes) -> PromptHashes:
         """Return the hashes of the same prompt with another salt."""

@@ -9,5 +9,9 @@ from baton.registry import Registry
 from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts
 
 AUTO, NONE = "auto", "none"  # AUTO: chosen by the chat template; NONE: no parser
-TOOL_CALL_PARSERS: Registry[Family] = Registry("tool-call parser", CALLS)
-REASONING_PARSERS: Registry[Thoughts] = Registry("reasoning parser", THOUGHTS)
+TOOL_CALL_PARSERS: Registry[Family] = Registry(
+    "tool-call parser", CALLS, plugin_group="baton.tool_parsers"
+)
+REASONING_PARSERS: Registry[Thoughts] = Registry(
+    "reasoning parser", THOUGHTS, plugin_group="baton.reasoning_parsers"
+)

@@ -16,7 +16,7 @@ from router.intake.answers.call_forms import Function, answer_or_calls, common_c
 from router.intake.answers.free_text import text_or_calls
 from router.intake.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.intake.parsers.base import OutputParser, ParserContext, new_call_id
-from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts, family_of
+from router.intake.parsers.families import Family, Thoughts, family_of
 from router.intake.parsers.plain import CallsOrText, FirstCall, OneCall, PlainText
 from router.intake.parsers.think import ThinkFirst
 
@@ -66,9 +66,10 @@ class OutputParsers:
         # If a template knows no tools, they are described to the model in Hermes' form.
         takes_tools = tokenizer is not None and tokenizer.takes_tools
         if tool_call_parser == AUTO:
-            tool_call_parser = family_of(source, CALLS if takes_tools else {}) or "hermes"
+            rows = TOOL_CALL_PARSERS.load_all() if takes_tools else {}
+            tool_call_parser = family_of(source, rows) or "hermes"
         if reasoning_parser == AUTO:
-            reasoning_parser = family_of(source, THOUGHTS) or NONE
+            reasoning_parser = family_of(source, REASONING_PARSERS.load_all()) or NONE
         self.tool_call_parser = tool_call_parser
         self.reasoning_parser = reasoning_parser
         self._calls = _load(TOOL_CALL_PARSERS, tool_call_parser)

@@ -33,6 +33,7 @@ def make_request(
     params: SamplingParams | None = None,
     prompt: Sequence[int] | None = None,
     extra_keys: tuple[bytes, ...] = (),
+    priority: int = 0,
 ) -> Request:
     """A request whose prompt is ones unless given; token ``EOS`` ends its output."""
     return Request.create(
@@ -43,6 +44,7 @@ def make_request(
         eos_token_ids=frozenset({EOS}),
         max_model_len=max_model_len,
         extra_keys=extra_keys,
+        priority=priority,
     )
 
 
@@ -56,6 +58,7 @@ def make_scheduler(
     prefill_tokens_beside_decodes: int = 64,
     prefix_cache: bool = False,
     sliding_windows: Sequence[int | None] = (None,),
+    by_priority: bool = False,
 ) -> Scheduler:
     """A scheduler with its own blocks, which records what its prefix cache stores."""
     return Scheduler(
@@ -70,6 +73,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_token_threshold=long_prefill_token_threshold,
         prefill_tokens_beside_decodes=prefill_tokens_beside_decodes,
+        by_priority=by_priority,
     )
 
 

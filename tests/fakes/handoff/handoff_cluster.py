@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from baton.api.images import PromptImage, without_files
 from baton.api.outputs import DecodeReceipt
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
@@ -108,7 +109,7 @@ class CheckedEngine(Engine):
     ) -> None:
         made = make_engine(folder, config, identity)
         parts = made._scheduler, made._grammars, made._speculation
-        super().__init__(made.executor, *parts, made.compatibility)
+        super().__init__(made.executor, *parts, made.compatibility, made.images)
         self.expected_kv = expected_kv
 
     def schedule(self) -> SchedulerOutput:
@@ -258,11 +259,13 @@ class Cluster:
         output_token_ids: Sequence[int] = (),
         *,
         alone: bool = False,
+        images: Sequence[PromptImage] = (),
     ) -> None:
         """Send both legs of a new attempt, which continues the output of earlier attempts.
 
         Args:
             alone: the decode node computes the prompt itself; there is no other leg.
+            images: the prompt's images; the node that computes the prompt gets their files.
         """
         outputs = tuple(output_token_ids)
         trace = TraceContext(random_id(16)).child()
@@ -280,6 +283,7 @@ class Cluster:
                 prefill_engine_id="" if alone else self.p_id,
                 timeout_s=1e6,
                 trace=trace,
+                images=tuple(images) if alone else without_files(images),
             )
         )
         if alone:
@@ -294,6 +298,7 @@ class Cluster:
                 decode_engine_id="d",
                 timeout_s=1e6,
                 trace=trace,
+                images=tuple(images),
             )
         )
 

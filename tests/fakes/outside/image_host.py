@@ -18,7 +18,7 @@ class ImageHost:
     """Serve good and bad images on 127.0.0.1.
 
     Attributes:
-        port: where it listens.
+        port: the server's port.
         paths: paths that were asked for.
         num_sent: bytes that the endless path sent.
     """

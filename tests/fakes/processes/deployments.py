@@ -110,7 +110,7 @@ def wait_for_answer(address: str) -> None:
 
 def complete_all(
     running: LocalDeployment,
-    prompts: Sequence[str | list[int]],
+    prompts: Sequence[Any],
     params: SamplingParams | Sequence[SamplingParams],
 ) -> list[Completion]:
     """Complete all prompts at once, each with its own parameters on a stream of its own."""

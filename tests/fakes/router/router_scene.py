@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from baton.access.identity import Principal
+from baton.api.images import PromptImage
 from baton.api.outputs import TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import NodeRole, PrefillCommand
@@ -93,12 +94,13 @@ class Scene:
         tenant: str = "",
         trace: TraceContext | None = None,
         adapter: str = "",
+        images: tuple[PromptImage, ...] = (),
     ) -> None:
         """Begin a call; its outputs come in while the test goes on."""
 
         async def collect() -> None:
             async with contextlib.aclosing(self.dispatcher.run(self.make(
-                request_id, params, timeout_s, tenant, trace, adapter
+                request_id, params, timeout_s, tenant, trace, adapter, images
             ))) as outputs:  # fmt: skip
                 async for output in outputs:
                     self.outputs.append(output)
@@ -115,6 +117,7 @@ class Scene:
         tenant: str = "",
         trace: TraceContext | None = None,
         adapter: str = "",
+        images: tuple[PromptImage, ...] = (),
     ) -> Call:
         return Call(
             request_id=request_id,
@@ -127,6 +130,7 @@ class Scene:
                 adapter=adapter,
             ),
             timeout_s=timeout_s,
+            images=images,
         )
 
     @property

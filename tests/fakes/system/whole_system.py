@@ -217,13 +217,14 @@ class System:
         timeout_s: float,
         expected: tuple[tuple[int, ...], FinishReason],
         cache_salt: bytes = b"",
+        priority: int = 0,
     ) -> Client:
         """Begin a call."""
         call = Call(
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=params,
-            terms=Terms(received_at=time.perf_counter()),
+            terms=Terms(received_at=time.perf_counter(), priority=priority),
             timeout_s=timeout_s,
             cache_salt=cache_salt,
         )

@@ -134,7 +134,7 @@ def test_a_node_takes_what_its_role_uses() -> None:
         "local_prefill_threshold",
         "max_step_stretch",
     }  # fmt: skip
-    assert "scheduling_policy" not in prefill
+    assert prefill["scheduling_policy"].default == decode["scheduling_policy"].default == "fcfs"
     graphs = ("cuda_graph_max_batch", "cuda_graph_max_chunk")  # of steps that the role has
     assert [prefill[name].default for name in graphs] == [0, 512]
     assert [decode[name].default for name in graphs] == [512, 0]

@@ -205,3 +205,12 @@ def test_the_cache_is_block_major_and_starts_as_zeros(folder: str) -> None:
     assert cache.is_contiguous()
     assert cache.dtype is torch.float32
     assert not cache.any()
+
+
+def test_priorities_that_would_not_count_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^priority: needs .*scheduling_policy"):
+        llm.generate([[1, 2]], GREEDY, priority=1)
+    with pytest.raises(
+        InvalidRequestError, match=r"^priority: must be one or 1 \(one per prompt\)"
+    ):
+        llm.generate([[1, 2]], GREEDY, priority=[0, 0])

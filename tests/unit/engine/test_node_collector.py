@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.access.access import Access
 from baton.api.errors import ConfigError
+from baton.kv.residency import RESIDENCY_S, BlockResidency, SecondsHistogram
 from baton.link.words import NodeRole
 from baton.serving.metrics_page import MetricsPage
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
@@ -29,6 +30,14 @@ pytestmark = pytest.mark.medium
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 BY_PLACE = (700, 400)
 STEPS = tuple(1000 + i for i in range(len(STEP_TOKENS) + 1))
+STARTED = {"negative": 801, "zero": 802, "positive": 803}
+PREEMPTED = {"negative": 811, "zero": 812, "positive": 813}
+RESIDENCY = BlockResidency(
+    *(
+        SecondsHistogram([index * 1000 + i for i in range(len(RESIDENCY_S) + 1)], 0.5 + index)
+        for index in (3, 4, 5)
+    )
+)
 COMMON = {"role": "decode", "node": "d0"}
 
 
@@ -44,6 +53,8 @@ class Source:
         values: dict[str, Any] = {name: 10 + i for i, name in enumerate(names)}
         return EngineMetrics(**values | {
             "accepted_drafts_by_place": BY_PLACE, "steps_by_tokens": STEPS,
+            "requests_started_by_priority": STARTED, "preemptions_by_priority": PREEMPTED,
+            "residency": RESIDENCY,
         })  # fmt: skip
 
     def handoff_metrics(self) -> HandoffMetrics:
@@ -145,9 +156,23 @@ def test_every_number_of_the_engine_is_on_the_page(source: Source) -> None:
     engine = source.engine_metrics()
     fields = dict.fromkeys(EngineMetrics.__dataclass_fields__)
     # Of these the parts: by place, and up to each bound.
-    for name in ("accepted_drafts_total", "accepted_drafts_by_place", "steps_by_tokens"):
+    for name in (
+        "accepted_drafts_total", "accepted_drafts_by_place", "steps_by_tokens",
+        "requests_started_by_priority", "preemptions_by_priority", "residency",
+    ):  # fmt: skip
         del fields[name]
     numbers = [*BY_PLACE, *(getattr(engine, name) for name in fields)]
+    assert values(families, "baton_requests_started", "priority") == STARTED
+    assert values(families, "baton_preemptions_by_priority", "priority") == PREEMPTED
+    for name, expected in (
+        ("lifetime", RESIDENCY.lifetime),
+        ("idle_before_evict", RESIDENCY.idle_before_eviction),
+        ("reuse_gap", RESIDENCY.reuse_gap),
+    ):
+        found = families[f"baton_kv_block_{name}_seconds"].samples
+        buckets = [sample.value for sample in found if sample.name.endswith("_bucket")]
+        assert buckets == list(itertools.accumulate(expected.counts))
+        assert [s.value for s in found if s.name.endswith("_sum")] == [expected.sum_s]
     steps = [s.value for s in families["baton_step_tokens"].samples if s.name.endswith("_bucket")]
     assert steps == list(itertools.accumulate(STEPS))
     assert [number for number in numbers if samples.count(number) != 1] == []

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 THERE = {"torch", "numpy"}  # on any machine with a GPU
-NOT_IMPORTED = {"gguf"}  # but for files of that kind
+NOT_IMPORTED = {"gguf", "pillow"}  # but for files of their kinds
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
-from PIL import ImageFile
+from PIL import Image, ImageFile, ImageOps
 
 from baton.api.errors import InvalidRequestError
-from baton.media.image_header import FORMATS, ImageHeader, read_header
+from baton.media.image_header import FORMATS, ImageHeader, read_header, upright
 from tests.fakes.outside.hostile_images import animation, picture, png, turned
 
 
@@ -23,6 +25,19 @@ def test_a_header_has_format_and_size(kind: str, monkeypatch: pytest.MonkeyPatch
 def test_a_turned_photo_has_the_size_that_is_shown(orientation: int) -> None:
     size = (30, 20) if orientation < 5 else (20, 30)
     assert read_header(turned(orientation)) == ImageHeader("JPEG", *size)
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_is_turned_as_by_pillow(orientation: int) -> None:
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.open(io.BytesIO(picture("PNG", (5, 3)))).save(buffer, "JPEG", exif=exif)
+    ours, theirs = (Image.open(io.BytesIO(buffer.getvalue())) for _ in range(2))
+    turned_by_pillow = ImageOps.exif_transpose(theirs)
+    assert upright(ours).tobytes() == turned_by_pillow.tobytes()
+    header = read_header(buffer.getvalue())
+    assert (header.width, header.height) == turned_by_pillow.size
 
 
 def test_orientation_behind_the_pixels_is_not_read() -> None:

@@ -96,7 +96,6 @@ async def test_an_operator_may_want_them_refused(scene: HttpScene) -> None:
         (CHAT, {"modalities": ["text", "audio"]}, 'modalities: must be ["text"]'),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template: is the operator's choice"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions: is not supported: use tools"),
-        ("/v1/completions", {"use_beam_search": True}, "use_beam_search: is not supported"),
         *(
             (
                 path,

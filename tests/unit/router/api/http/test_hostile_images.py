@@ -16,8 +16,8 @@ import pytest
 
 from baton.api.errors import ConfigError, InvalidRequestError
 from baton.processes.worker_template import resident_memory_bytes
-from router.api.http.images.image_fetch import ImageFetcher
-from router.api.http.images.image_hosts import ImageHosts
+from router.api.images.image_fetch import ImageFetcher
+from router.api.images.image_hosts import ImageHosts
 from router.intake.images.image_options import ImageOptions
 from tests.fakes.outside.hostile_images import hostile_files
 from tests.fakes.outside.image_host import PICTURE, ImageHost

@@ -1,22 +1,23 @@
 """Beam search: finds the most probable outputs by keeping the best few prefixes of each length.
 
-Needs only a function that returns the best next tokens of many prompts. Prefixes with a common
-beginning share blocks through the prefix cache. The result has the meaning of `transformers`
-(`num_beams`, https://huggingface.co/docs/transformers/generation_strategies). Refuses to know:
-engines, blocks.
+Needs only the best next tokens of many prompts: `LLM` computes them in its engine, a router by
+calls of one token. Prefixes with a common beginning share blocks through the prefix cache. The
+result has the meaning of `transformers` (`num_beams`,
+https://huggingface.co/docs/transformers/generation_strategies). Refuses to know: engines, blocks.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
-from baton.api.sampling_params import MAX_LOGPROBS
+from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
+MAX_BEAM_TOKENS = 1024  # of an output; a router runs a call for each beam and token
 MAX_PENALTY = 10  # larger powers of a length may overflow a float
 
 EarlyStopping = bool | Literal["never"]
@@ -94,16 +95,50 @@ class BeamSearchParams:
         return float(logprob / num_tokens**self.length_penalty)
 
 
+# Sampling parameters that mean something in a beam search.
+_USED = frozenset(
+    {"n", "max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs"}
+)
+
+
+def check_beam_sampling(params: SamplingParams, beam_width: int) -> None:
+    """Raise InvalidRequestError, naming the field, if sampling parameters do not fit a beam search.
+
+    Args:
+        params: the request's parameters; ``n`` is the number of outputs that it wants.
+        beam_width: number of beams.
+    """
+    if params.n > beam_width:
+        raise InvalidRequestError("n", f"must be at most the {beam_width} beams, got {params.n}")
+    if params.temperature != 0:
+        problem = f"must be 0 or absent in a beam search, got {params.temperature:g}"
+        raise InvalidRequestError("temperature", problem)
+    if params.max_tokens > MAX_BEAM_TOKENS:
+        problem = f"must be at most {MAX_BEAM_TOKENS} in a beam search, got {params.max_tokens}"
+        raise InvalidRequestError("max_tokens", problem)
+    if params.logprobs:
+        raise InvalidRequestError(
+            "logprobs", f"must be 0 or absent in a beam search, got {params.logprobs}"
+        )
+    usual = SamplingParams()
+    for field in fields(params):
+        if field.name not in _USED and getattr(params, field.name) != getattr(usual, field.name):
+            raise InvalidRequestError(field.name, "cannot be used in a beam search")
+
+
 @dataclass(frozen=True, slots=True)
 class Beam:
     """An output so far.
 
     Attributes:
+        logprob: sum of ``logprobs``.
+        logprobs: the logprob of each token.
         score: score of an ended output; 0 while it runs.
     """
 
     token_ids: tuple[int, ...]
     logprob: float
+    logprobs: tuple[float, ...] = ()
     score: float = 0.0
 
 
@@ -133,7 +168,7 @@ class BeamSearch:
         """
         params = self._params
         candidates = [
-            Beam((*beam.token_ids, token_id), beam.logprob + logprob)
+            Beam((*beam.token_ids, token_id), beam.logprob + logprob, (*beam.logprobs, logprob))
             for beam, top in zip(self.running, next_tokens, strict=True)
             for token_id, logprob in top
         ]
@@ -142,7 +177,7 @@ class BeamSearch:
         at_limit = num_tokens >= self._max_tokens
         # An output that ends is kept only if it is among the best `beam_width` candidates.
         ended = [
-            Beam(beam.token_ids, beam.logprob, params.score(beam.logprob, num_tokens))
+            replace(beam, score=params.score(beam.logprob, num_tokens))
             for beam in candidates[: params.beam_width]
             if at_limit or beam.token_ids[-1] in params.end_token_ids
         ]

@@ -1,6 +1,7 @@
-"""ImageFetcher: gets images by URL from listed hosts, bounded in size, time and number.
+"""ImageFetcher: gets the files of images by URL, bounded in size, time and number.
 
-Connects to the addresses that `ImageHosts` checked and to no others. Follows no redirect.
+A data URL has its file in itself. Other URLs are fetched from listed hosts: from the addresses that
+`ImageHosts` checked and from no others. Follows no redirect.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import socket
 from collections.abc import Sequence
 
 import aiohttp
+from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from baton.api.errors import InvalidRequestError
-from router.api.http.images.image_hosts import ImageHosts, PinnedUrl
+from router.api.images.data_urls import decode_data_url, is_data_url
+from router.api.images.image_hosts import ImageHosts, PinnedUrl
 from router.intake.images.image_options import ImageOptions
+from router.intake.images.image_reader import ImageFile, ImageReader
 
 MAX_FETCHES = 16  # at once, of all callers
 _PIECE_BYTES = 2**16
@@ -57,6 +61,29 @@ class ImageFetcher:
         self.options = options or ImageOptions()
         self._hosts = ImageHosts(self.options.image_hosts)
         self._turns = asyncio.Semaphore(MAX_FETCHES)
+
+    async def read_files(
+        self, urls: Sequence[tuple[str, str]], reader: ImageReader
+    ) -> list[ImageFile]:
+        """Return the image files of a request.
+
+        Args:
+            urls: the client's field and the URL of each image, in order.
+            reader: has the model's limits.
+
+        Raises:
+            InvalidRequestError: a URL or its file is refused.
+        """
+        files: list[ImageFile] = []
+        num_bytes = 0
+        for field, url in urls:
+            if is_data_url(url):
+                data = decode_data_url(url, field, reader.options, num_bytes)
+            else:
+                data = await self.fetch(url, field, num_bytes)
+            num_bytes += len(data)
+            files.append(ImageFile(data, field))
+        return files
 
     async def fetch(self, url: str, field: str, num_before: int = 0) -> bytes:
         """Return the file at a URL.
@@ -112,3 +139,6 @@ class ImageFetcher:
                 self.options.check_bytes(field, len(data), num_before)
             self.options.check_bytes(field, len(data), num_before)
             return bytes(data)
+
+
+FETCHER = web.AppKey("images", ImageFetcher)

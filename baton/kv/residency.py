@@ -1,0 +1,65 @@
+"""BlockResidency: how long blocks keep what they cache, as histograms of seconds.
+
+    cached ............. freed ......... taken back ...... freed ....... evicted
+           in use              idle, a reuse gap                  idle
+    |<------------------------------ lifetime ------------------------------>|
+
+Refuses to know: blocks, clocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+# Upper limits of the buckets, in seconds; longer times are in one more bucket.
+RESIDENCY_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+
+
+@dataclass(slots=True)
+class SecondsHistogram:
+    """Counts of times, by the buckets of `RESIDENCY_S`.
+
+    Attributes:
+        counts: number of times in each bucket.
+        sum_s: sum of all times.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(RESIDENCY_S) + 1))
+    sum_s: float = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count one time."""
+        self.counts[bisect_left(RESIDENCY_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def copy(self) -> SecondsHistogram:
+        return SecondsHistogram(self.counts.copy(), self.sum_s)
+
+
+@dataclass(slots=True)
+class BlockResidency:
+    """Times of one pool's cached blocks.
+
+    Attributes:
+        lifetime: from entering the prefix cache to eviction.
+        idle_before_eviction: from the last holder's release to eviction.
+        reuse_gap: from the last holder's release until a request took the block back.
+    """
+
+    lifetime: SecondsHistogram = field(default_factory=SecondsHistogram)
+    idle_before_eviction: SecondsHistogram = field(default_factory=SecondsHistogram)
+    reuse_gap: SecondsHistogram = field(default_factory=SecondsHistogram)
+
+    def note_eviction(self, cached_at: float, freed_at: float, now: float) -> None:
+        """Count a block that leaves the prefix cache; runs once per evicted block."""
+        lifetime, idle = self.lifetime, self.idle_before_eviction
+        lifetime.counts[bisect_left(RESIDENCY_S, now - cached_at)] += 1
+        lifetime.sum_s += now - cached_at
+        idle.counts[bisect_left(RESIDENCY_S, now - freed_at)] += 1
+        idle.sum_s += now - freed_at
+
+    def copy(self) -> BlockResidency:
+        """Return a snapshot."""
+        idle = self.idle_before_eviction
+        return BlockResidency(self.lifetime.copy(), idle.copy(), self.reuse_gap.copy())

@@ -1,0 +1,7 @@
+"""An architecture: Qwen3 under another name in config.json. A real one has a recipe of its own."""
+
+from __future__ import annotations
+
+from models.families.qwen import Qwen3ForCausalLM
+
+SampleForCausalLM = Qwen3ForCausalLM

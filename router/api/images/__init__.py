@@ -1,0 +1,1 @@
+"""Files of images in HTTP requests, from data URLs or listed hosts."""
