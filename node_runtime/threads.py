@@ -10,11 +10,10 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from baton.link.words import (
     AbortAll,
@@ -31,16 +30,15 @@ from baton.telemetry.round_watch import Rounds
 from engine.core.metrics import EngineMetrics
 from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
+from engine.engine_loop import EngineLoop
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from node_runtime.collector import NodeCollector
-from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed
 from node_runtime.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
 
 
@@ -119,14 +117,13 @@ class NodeThreads:
         self._vllm_model = vllm_model
         self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
         self._kv_events = KVEventFeed(loaded.engine.block_pool, emit)
-        self.adapters = NodeAdapters(loaded.engine, self._between_steps, adapter_root)
-        self._calls: deque[Callable[[], None]] = deque()
         self._loop = EngineLoop(
             *(self._step, on_death),
             name=ENGINE_THREAD,
             when_idle=loaded.engine.do_idle_work,
             after_death=self.dump,
         )
+        self.adapters = NodeAdapters(loaded.engine, self._loop.ask, adapter_root)
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
@@ -135,7 +132,7 @@ class NodeThreads:
         def compute() -> None:
             self._first_steps = compute_first_steps(self._loaded.engine, pushes=self._pushes)
 
-        return self._between_steps(compute)
+        return self._loop.call(compute)
 
     def registration(self, address: str) -> NodeRegistration:
         peer_info = self._end.describe()
@@ -157,7 +154,7 @@ class NodeThreads:
         return self._node.requests()
 
     def ledger(self) -> Future[Ledger]:
-        return self._between_steps(self._node.ledger)
+        return self._loop.call(self._node.ledger)
 
     def flush_prefix_cache(self) -> Future[int]:
         def flush() -> int:
@@ -166,7 +163,7 @@ class NodeThreads:
             engine.block_pool.reset_prefix_cache()
             return num_prefixes
 
-        return self._between_steps(flush)
+        return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
         return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
@@ -189,8 +186,6 @@ class NodeThreads:
 
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
-        while self._calls:
-            self._calls.popleft()()
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:
@@ -207,23 +202,6 @@ class NodeThreads:
             self._poison in view.request_id and view.status == RequestStatus.RUNNING.value
             for view in self._node.requests()
         )
-
-    def _between_steps(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function on the engine's thread, between two steps."""
-        future: Future[T] = Future()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():  # cancelled
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:  # a panic in Rust is no `Exception`
-                future.set_exception(error)
-                raise
-
-        self._calls.append(call)
-        self._loop.wake()
-        return future
 
     def close(self) -> None:
         self._loop.stop()

@@ -253,6 +253,7 @@ class RequestMetrics:
         num_preemptions: how often the request lost its blocks and was recomputed.
         num_drafts: draft tokens that were computed.
         num_accepted_drafts: draft tokens that became part of the output.
+        weights: version of the weights that computed the request; see `LLM.weights`.
     """
 
     num_output_tokens: int
@@ -263,6 +264,7 @@ class RequestMetrics:
     num_preemptions: int
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    weights: str = ""
 
     @property
     def time_per_token_s(self) -> float:
