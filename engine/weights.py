@@ -105,15 +105,18 @@ class ServedWeights:
                 self._new.close()
             self._new = None
 
-    def sleep(self, level: SleepLevel) -> None:
+    def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
         """Give memory back; call this once no request is open.
+
+        Args:
+            keeps_kv_memory: whether only the content of the KV cache goes.
 
         Raises InvalidRequestError, with nothing changed, if the weights cannot be kept.
         """
         self._check_idle()
         if self.is_asleep:
             raise InvalidRequestError("sleep", "the engine is asleep already")
-        self._engine.executor.collective_rpc("sleep", (level.value,))
+        self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
         self.is_asleep, self.keeps_weights = True, level is not SleepLevel.DROPPED
         if not self.keeps_weights:
             self._engine.adapters.clear()

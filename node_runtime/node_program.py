@@ -41,9 +41,11 @@ from baton.telemetry.ledger import Ledger
 from baton.telemetry.logs import close_logging
 from baton.telemetry.round_watch import Rounds, RoundWatch
 from node_runtime.node_admin import ChangedAdapters, NodeAdmin
+from node_runtime.weights.weights_admin import WeightsAdmin
 
 if TYPE_CHECKING:
     from baton.serving.metrics_page import MetricsPage
+    from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,10 @@ class NodeProgram(Protocol):
     @property
     def adapters(self) -> ChangedAdapters | None:
         """Return the part that loads and unloads adapters; None: the node computes none."""
+
+    @property
+    def weights(self) -> NodeWeights | None:
+        """Return the part that changes weights; None: the node has none."""
 
     def compute_first_steps(self) -> Future[None]:
         """Compute steps before requests come, on the thread that will compute all steps.
@@ -162,7 +168,13 @@ async def run_node_program(
         max_streams=FEW_STREAMS,
     )
     serving = _Serving(server.set_serving, needs_peer=ready_with_peer)
-    admin = NodeAdmin(node, node.registration("").num_blocks, access, node.adapters)
+    address = ""
+    changes: WeightsAdmin | None = None
+    if node.weights is not None:
+        changes = WeightsAdmin(
+            node.weights, drain, lambda: links[0], lambda: node.registration(address)
+        )
+    admin = NodeAdmin(node, node.registration("").num_blocks, access, node.adapters, changes)
     page: MetricsPage | None = None
     try:
         if metrics_listen:

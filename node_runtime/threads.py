@@ -36,6 +36,7 @@ from node_runtime.collector import NodeCollector
 from node_runtime.kv_event_feed import KVEventFeed
 from node_runtime.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
+from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class NodeThreads:
         pushes: whether the node sends a prompt's layers while it computes later layers.
         on_close: called when both threads have ended.
         adapter_root: folder below which adapters may be loaded; None: none may be.
+        weights_root: folder below which new weights may be loaded; None: none may be.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
         hang_at: injected fault: hang after this many busy rounds; 0: never.
         poison: injected fault: kill the process when it computes for a request whose id
@@ -104,6 +106,7 @@ class NodeThreads:
         pushes: bool = False,
         on_close: Callable[[], None] = lambda: None,
         adapter_root: Path | None = None,
+        weights_root: Path | None = None,
         vllm_model: str = "",
         hang_at: int = 0,
         poison: str = "",
@@ -124,6 +127,10 @@ class NodeThreads:
             after_death=self.dump,
         )
         self.adapters = NodeAdapters(loaded.engine, self._loop.ask, adapter_root)
+        self.weights: NodeWeights | None = None
+        if loaded.weights is not None:
+            changing = loaded.weights, self._loop.ask, weights_root, self._rename
+            self.weights = NodeWeights(loaded.engine, *changing)
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
@@ -184,8 +191,14 @@ class NodeThreads:
     def connector_metrics(self) -> ConnectorMetrics:
         return self._end.metrics()
 
+    def _rename(self) -> None:
+        """Register from now on with the properties that other weights give the engine."""
+        self._loaded = self._loaded.renamed()
+
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
+        if self.weights is not None and self.weights.is_asleep:
+            return False  # commands of a router that knows nothing of the drain wait
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:
@@ -207,4 +220,6 @@ class NodeThreads:
         self._loop.stop()
         self._end.close()
         self._loaded.engine.close()
+        if self._loaded.weights is not None:
+            self._loaded.weights.close()
         self._on_close()

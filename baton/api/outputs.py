@@ -164,6 +164,7 @@ class Receipt:
         delivery_s: token 1 read from a node's link -> handed to the client's stream.
         model: name that the request was served under; empty: from an older router.
         adapter: digest of the LoRA adapter that the name stood for; empty: the base model.
+        weights: version of the nodes' weights: their digest; empty: from an older router.
     """
 
     num_prompt_tokens: int
@@ -180,6 +181,7 @@ class Receipt:
     delivery_s: float = 0.0
     model: str = ""
     adapter: str = ""
+    weights: str = ""
 
     @property
     def network_s(self) -> float:

@@ -243,9 +243,9 @@ class Worker:
         """Forget the new weights."""
         self._weights.drop()
 
-    def sleep(self, level: str) -> None:
+    def sleep(self, level: str, keeps_kv_memory: bool) -> None:
         """Give memory back until `wake` or `use_weights`; see `SleepLevel`."""
-        self._weights.sleep(SleepLevel(level))
+        self._weights.sleep(SleepLevel(level), keeps_kv_memory=keeps_kv_memory)
 
     def wake(self) -> None:
         """Compute again after a sleep that kept the weights."""

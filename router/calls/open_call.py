@@ -116,6 +116,7 @@ class OpenCall:
             delivery_s=self._ttft_s - self._first_read_s,
             model=self._call.terms.model,
             adapter=self._call.terms.adapter,
+            weights=attempt.weights if attempt else "",
         )
 
     def close(self) -> None:

@@ -72,8 +72,8 @@ class WorkerWeights:
         """Forget the new weights."""
         self._staging = None
 
-    def sleep(self, level: SleepLevel) -> None:
-        """Give back the KV cache's memory, and weights by level.
+    def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
+        """Give back the KV cache's memory, unless it is kept, and weights by level.
 
         Raises InvalidRequestError, with nothing changed, if the weights cannot move to the host.
         """
@@ -87,6 +87,8 @@ class WorkerWeights:
             self._loaded = None
             self._use_weights(None)
         del loaded
+        if keeps_kv_memory:
+            return
         if tensor.is_cuda:
             tensor.untyped_storage().resize_(0)
             torch.cuda.empty_cache()

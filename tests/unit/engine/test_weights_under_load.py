@@ -61,6 +61,8 @@ async def load(llm: AsyncLLM, found: list[tuple[int, Completion]]) -> AsyncItera
 def versions_of(found: list[tuple[int, Completion]], expected: Expected) -> set[str]:
     """Assert that each completion is of the version that it names; return all versions."""
     for number, completion in found:
+        if not completion.token_ids:  # aborted before its first token
+            continue
         assert completion.metrics is not None
         whole = expected[completion.metrics.weights][number]
         is_whole = completion.finish_reason is FinishReason.LENGTH
