@@ -1,4 +1,4 @@
-"""How a running engine changes: what becomes of open requests, and of weights during a sleep."""
+"""Choices of those who change a running engine: the fate of open requests, and of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 class WhenOpen(Enum):
-    """What becomes of requests that are open when weights change.
+    """Fates of requests that are open when weights change.
 
     ``DRAIN``: they end with the old weights. ``ABORT``: they end at once, with the tokens so far.
     Requests that come later wait for the change in either case.
@@ -22,7 +22,7 @@ class WhenOpen(Enum):
 
 
 class SleepLevel(Enum):
-    """What becomes of the weights during a sleep; the KV cache's memory is given back anyway.
+    """Fates of the weights during a sleep; the KV cache's memory is given back anyway.
 
     ``HOST``: they are kept in host memory. ``DROPPED``: they are read from their files again.
     """

@@ -7,6 +7,7 @@ may have several addresses; addresses that appear later are joined later.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
 import time
@@ -120,8 +121,9 @@ class RouterLinks:
         await self._on_joined(False)
 
     def join(self, registration: NodeRegistration) -> None:
-        """Join all routers again, under another registration."""
-        self._registration = registration
+        """Join all routers again, under another registration with the same address."""
+        address = self._registration.address
+        self._registration = dataclasses.replace(registration, address=address)
         self._is_away, self._resolve_at = False, 0.0
 
     def emit(self, event: NodeEvent) -> None:

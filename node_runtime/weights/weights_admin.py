@@ -3,9 +3,9 @@
     serving ──load──> loading ──> loaded ──use──> changing ──> serving
     serving ──sleep──> changing ──> asleep ──wake──> waking ──> serving
 
-While a node changes, no router places requests on it: it drains, leaves all routers, and joins again
-under its new identity, as a restarted node does. So a router never pairs two versions. An asleep
-node stays drained. One change at a time. Used on the node's asyncio loop.
+While a node changes, no router places requests on it: it drains, leaves all routers, and joins
+again under its new identity, as a restarted node does. So a router never pairs two versions. An
+asleep node stays drained. One change at a time. Used on the node's asyncio loop.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from baton.api.changes import SleepLevel, WhenOpen, read_choice
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.link.drain import Drain
 from baton.link.words import NodeRegistration
 from baton.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +29,7 @@ _KNOWN_WITHIN_S = 2.0  # routers know of a drain by then, or are gone
 
 
 class WeightsState(Enum):
-    """What a node does about its weights."""
+    """States of a node's weights."""
 
     SERVING = "serving"
     LOADING = "loading"
@@ -40,6 +37,21 @@ class WeightsState(Enum):
     CHANGING = "changing"
     ASLEEP = "asleep"
     WAKING = "waking"
+
+
+class EngineWeights(Protocol):
+    """The engine's side of a change; see `NodeWeights`."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def is_asleep(self) -> bool: ...
+    async def begin(self, source: str) -> str: ...
+    async def is_ready(self) -> bool: ...
+    async def drop(self) -> None: ...
+    async def use(self) -> bool: ...
+    async def sleep(self, level: SleepLevel) -> bool: ...
+    async def wake(self) -> bool: ...
 
 
 class Links(Protocol):
@@ -63,7 +75,7 @@ class WeightsAdmin:
 
     def __init__(
         self,
-        weights: NodeWeights,
+        weights: EngineWeights,
         drain: Drain,
         links: Callable[[], Links],
         register: Callable[[], NodeRegistration],
@@ -195,7 +207,7 @@ class WeightsAdmin:
             return
         try:
             async with asyncio.timeout(_KNOWN_WITHIN_S):
-                while not self._links().all_know_drain:
+                while not self._links().all_know_drain:  # noqa: ASYNC110  # beats tell
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             logger.warning("a router does not know that this node drains")

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(root, expected, digests)
 
 
-@pytest.fixture(params=[1, 2], ids=["one of each role", "two of each role"])
+@pytest.fixture(params=[1, 2], ids=["one_each", "two_each"])
 def deployment(request: pytest.FixtureRequest, scene: Scene) -> Iterator[LocalDeployment]:
     counts = {"num_prefill": request.param, "num_decode": request.param}
     node_args = ("--num-blocks", "300", "--weights-root", str(scene.root))
@@ -127,7 +127,7 @@ def check(scene: Scene, found: list[tuple[int, Completion]]) -> Counter[str]:
 
 
 def test_updates_under_load_fail_no_request_and_mix_no_versions(
-    deployment: LocalDeployment, scene: Scene
+    deployment: LocalDeployment, scene: Scene, record_property: Callable[[str, object], None]
 ) -> None:
     found: list[tuple[int, Completion]] = []
 
@@ -139,7 +139,7 @@ def test_updates_under_load_fail_no_request_and_mix_no_versions(
                 states = await asyncio.to_thread(versions_of, deployment)
                 assert set(states.values()) == {f"serving {scene.digests[name]}"}
                 num_found = len(found)
-                while len(found) < num_found + 12:
+                while len(found) < num_found + 12:  # noqa: ASYNC110  # tasks fill it
                     await asyncio.sleep(0.05)
                 assert found[-1][1].receipt is not None
                 assert found[-1][1].receipt.weights == scene.digests[name]
@@ -147,7 +147,8 @@ def test_updates_under_load_fail_no_request_and_mix_no_versions(
     asyncio.run(run())
     counts = check(scene, found)
     assert set(counts) == set(scene.digests.values())
-    print(f"{NUM_UPDATES} updates, {len(found)} answers: {dict(counts)}")  # noqa: T201
+    record_property("updates", NUM_UPDATES)
+    record_property("answers", len(found))
 
 
 def test_a_refused_update_changes_no_node(deployment: LocalDeployment, scene: Scene) -> None:
