@@ -25,6 +25,7 @@ from baton.v1 import admin_pb2
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_ANSWER_S = 0.2  # the operator's answer is on its way before the links end
 _KNOWN_WITHIN_S = 2.0  # routers know of a drain by then, or are gone
 
 
@@ -164,6 +165,7 @@ class WeightsAdmin:
 
     async def _use(self, how: WhenOpen) -> None:
         """Leave all routers, compute with the new weights, and join again."""
+        await asyncio.sleep(_ANSWER_S)
         await self._rest(how)
         self._is_final = True
         await self._links().leave()

@@ -111,7 +111,7 @@ def update(
         digest = loaded[0].weights.loaded
         for together in _turns(chosen):
             for name in together:
-                _ask(admin, name, "USE", when=when)
+                _begin_use(admin, name, when)
             for name in together:
                 found = _wait(admin, name, deadline)
                 if found.weights.digest != digest:
@@ -205,10 +205,18 @@ def _choose(
 def _ask(admin: AdminConnection, name: str, action: str, **fields: Any) -> admin_pb2.NodeWeights:
     from baton.v1 import admin_pb2
 
-    number = admin_pb2.WeightsAction.Value(f"WEIGHTS_ACTION_{action}")
-    request = admin_pb2.WeightsRequest(action=number, **fields)
+    request = admin_pb2.WeightsRequest(action=f"WEIGHTS_ACTION_{action}", **fields)
     found: admin_pb2.NodeWeights = admin.call("ChangeWeights", node=name, request=request)
     return found
+
+
+def _begin_use(admin: AdminConnection, name: str, when: str) -> None:
+    """Let a node use the loaded weights; its answer may be lost, as it leaves the router."""
+    try:
+        _ask(admin, name, "USE", when=when)
+    except AdminError as error:
+        if error.exit_code not in _AWAY:
+            raise
 
 
 def _wait(admin: AdminConnection, name: str, deadline: float) -> admin_pb2.NodeWeights:
@@ -252,11 +260,11 @@ def _drop(admin: AdminConnection, names: Sequence[str]) -> None:
 
 def _turns(nodes: Sequence[admin_pb2.NodeDescription]) -> list[list[str]]:
     """Return the nodes in the order of their change: alone by turns, the last ones together."""
-    from baton.v1 import node_pb2
+    from baton.v1 import types_pb2
 
     prefill, decode = list[str](), list[str]()
     for one in nodes:
-        is_decode = one.role == node_pb2.NodeRole.NODE_ROLE_DECODE
+        is_decode = one.role == types_pb2.NodeRole.NODE_ROLE_DECODE
         (decode if is_decode else prefill).append(one.node_name)
     by_turns = zip_longest(prefill[:-1], decode[:-1])
     alone = [[name] for pair in by_turns for name in pair if name is not None]

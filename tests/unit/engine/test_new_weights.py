@@ -45,7 +45,7 @@ def from_file(folder: Path, there: Path) -> Any:
 
 def from_shards(folder: Path, there: Path) -> Any:
     tensors = list(tensors_of(folder).items())
-    names = {}
+    names = dict[str, str]()
     for number, part in enumerate((tensors[:5], tensors[5:])):
         name = f"model-{number}.safetensors"
         save_file(dict(part), there / name)
