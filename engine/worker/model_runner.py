@@ -90,6 +90,10 @@ class ModelRunner:
             self._drafting_steps.append(batch.drafting_step(plan))
         return prepared
 
+    def close(self) -> None:
+        """Receive what other ranks have sent to this runner, as another one would mistake it."""
+        self._hear_tokens()
+
     @torch.inference_mode()
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
         """Launch a prepared step; on a CPU, also wait until it is computed."""

@@ -287,6 +287,7 @@ class Worker:
         """Compute with these weights from now on; None: let go of the model."""
         if loaded is None:
             self._adapters = None
+            self.runner.close()
             del self.runner
             return
         self._adapters = self._make_adapter_slots(loaded.model, self._ranks)

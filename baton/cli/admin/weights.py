@@ -85,9 +85,7 @@ def update(
     node: NodesOption = None,
     base_model: BaseModelOption = "",
     when: WhenOption = "drain",
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds for all nodes (exit code 4).")
-    ] = 600.0,
+    timeout: TimeoutOption = 600.0,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
@@ -96,7 +94,7 @@ def update(
     Nothing changes unless every node has loaded and checked the same weights. The last node of each
     role changes together with the other's, so that no role of a version is alone for long.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout
     with connection(access) as admin:
         chosen = _choose(admin, node or [], base_model)
         names = [one.node_name for one in chosen]
@@ -133,12 +131,12 @@ def sleep(
         ),
     ] = "dropped",
     when: WhenOption = "drain",
-    timeout_s: TimeoutOption = 600.0,
+    timeout: TimeoutOption = 600.0,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Let nodes give back the memory of their weights until they wake; they stay drained."""
-    _change(access, nodes, base_model, timeout_s, output, "SLEEP", level=level, when=when)
+    _change(access, nodes, base_model, timeout, output, "SLEEP", level=level, when=when)
 
 
 @weights.command("wake")
@@ -146,12 +144,12 @@ def wake(
     nodes: NodesArgument = None,
     *,
     base_model: BaseModelOption = "",
-    timeout_s: TimeoutOption = 600.0,
+    timeout: TimeoutOption = 600.0,
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """End the sleep of nodes, with the weights that they had."""
-    _change(access, nodes, base_model, timeout_s, output, "WAKE")
+    _change(access, nodes, base_model, timeout, output, "WAKE")
 
 
 @weights.command("drop")

@@ -45,6 +45,7 @@ class WorkerWeights:
     ) -> None:
         self._memory, self._load, self._use_weights = memory, load, use
         self._loaded: LoadedWeights | None = loaded
+        self._computes = True  # whether the worker has the loaded weights in use
         self._kv_scales = loaded.model.kv_scales
         self._staging: Staging | None = None
         self._kv_bytes = memory.tensor.nbytes
@@ -65,8 +66,9 @@ class WorkerWeights:
         loaded = self._staging.loaded
         assert loaded is not None, self._staging.problem
         self._take_kv_memory()
-        self._use_weights(loaded)
+        self._let_go()
         self._loaded, self._staging = loaded, None
+        self._compute_with(loaded)
 
     def drop(self) -> None:
         """Forget the new weights."""
@@ -81,11 +83,11 @@ class WorkerWeights:
         assert loaded is not None, "asleep already"
         if level is SleepLevel.HOST and tensor.is_cuda:
             _check_moves(loaded.model)
-            self._use_weights(None)
+            self._let_go()
             _module(loaded.model).to("cpu")
         elif level is SleepLevel.DROPPED:
             self._loaded = None
-            self._use_weights(None)
+            self._let_go()
         del loaded
         if keeps_kv_memory:
             return
@@ -101,7 +103,17 @@ class WorkerWeights:
         self._take_kv_memory()
         if self._memory.tensor.is_cuda:
             _module(self._loaded.model).to(self._memory.tensor.device)
-            self._use_weights(self._loaded)
+            self._compute_with(self._loaded)
+
+    def _compute_with(self, loaded: LoadedWeights) -> None:
+        self._use_weights(loaded)
+        self._computes = True
+
+    def _let_go(self) -> None:
+        """Stop computing with the old weights, if the worker does."""
+        if self._computes:
+            self._use_weights(None)
+        self._computes = False
 
     def _take_kv_memory(self) -> None:
         """Allocate the KV cache's memory again, if a sleep freed it."""
