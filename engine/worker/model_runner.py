@@ -90,6 +90,7 @@ class ModelRunner:
             self._drafting_steps.append(batch.drafting_step(plan))
         return prepared
 
+    @torch.inference_mode()
     def close(self) -> None:
         """Receive what other ranks have sent to this runner, as another one would mistake it."""
         self._hear_tokens()
