@@ -18,7 +18,13 @@ from baton.api.outputs import Completion, FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import weights_digest
 from engine import LLM
-from tests.fakes.checkpoints.versions import OPTIONS, PROMPTS, save_versions, tensors_of
+from tests.fakes.checkpoints.versions import (
+    OPTIONS,
+    PROMPTS,
+    save_gguf_versions,
+    save_versions,
+    tensors_of,
+)
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=2)
 LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -102,6 +108,18 @@ def test_every_form_in_memory_is_made_anew(
         if folder != old or llm.weights != weights_digest(old):
             llm.update_weights(folder)
         assert outputs(llm) == bits
+
+
+def test_integers_of_gguf_files_are_kept_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    old, new = save_gguf_versions(tmp_path)
+    expected = [outputs(LLM(str(path), **OPTIONS)) for path in (old, new)]
+    llm = LLM(str(old), **OPTIONS)
+    assert outputs(llm) == expected[0] != expected[1]
+    llm.update_weights(new)
+    assert outputs(llm) == expected[1]
 
 
 def test_receipts_name_the_version_and_old_cached_blocks_never_hit(
