@@ -2,7 +2,7 @@
 
     from baton import LLM, Client, SamplingParams
 
-The rest of `baton` is shared by all programs and clients. Only `LLM` needs torch.
+The rest of `baton` is shared by all programs and clients. Only `LLM` and `AsyncLLM` need torch.
 """
 
 import os
@@ -21,8 +21,9 @@ from baton.version import __version__
 if TYPE_CHECKING:
     from baton.client.client import AsyncClient, Client
     from engine import LLM as LLM
+    from engine import AsyncLLM as AsyncLLM
 
-# `LLM` is left out, so that `from baton import *` works without torch.
+# `LLM` and `AsyncLLM` are left out, so that `from baton import *` works without torch.
 __all__ = [
     "AsyncClient",
     "BatonError",
@@ -38,27 +39,27 @@ __all__ = [
 ]
 
 
-def _import_llm() -> Any:
-    """Import Baton's engine, even if the user's folder has an `engine.py`."""
+def _import_engine(name: str) -> Any:
+    """Import a name of Baton's engine, even if the user's folder has an `engine.py`."""
     from baton.own_packages import prefer_own_packages, warn_of_hidden_files
 
     prefer_own_packages()
-    from engine import LLM
+    from engine import LLM, AsyncLLM
 
     warn_of_hidden_files()
-    return LLM
+    return {"LLM": LLM, "AsyncLLM": AsyncLLM}[name]
 
 
 if not TYPE_CHECKING:  # type checkers know the names above and that no others exist
 
     def __getattr__(name: str) -> Any:
-        """Import a heavy module on first use: gRPC for clients, torch for `LLM`.
+        """Import a heavy module on first use: gRPC for clients, torch for `LLM` and `AsyncLLM`.
 
         Raises:
-            ModuleNotFoundError: an extra that `LLM` needs is missing; the message names it.
+            ModuleNotFoundError: an extra that the engine needs is missing; the message names it.
         """
-        if name == "LLM":
-            return globals().setdefault(name, _import_llm())
+        if name in ("LLM", "AsyncLLM"):
+            return globals().setdefault(name, _import_engine(name))
         if name in ("AsyncClient", "Client"):
             from baton.client import client
 

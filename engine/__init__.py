@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.offline.async_llm import AsyncLLM
     from engine.offline.llm import LLM
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "AsyncLLM"]
 
 # Packages of the extra `node`, without which no model runs.
 _OF_EXTRA = ("numpy", "torch")
@@ -14,10 +15,14 @@ _OF_EXTRA = ("numpy", "torch")
 if not TYPE_CHECKING:  # type checkers use the import above
 
     def __getattr__(name: str) -> Any:
-        """Import `LLM`, and torch with it, on first use, as `engine.core` needs no torch."""
-        if name != "LLM":
+        """Import `LLM` or `AsyncLLM`, and torch with them, on first use.
+
+        `engine.core` needs no torch.
+        """
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
+            from engine.offline.async_llm import AsyncLLM
             from engine.offline.llm import LLM
         except ModuleNotFoundError as error:
             if error.name not in _OF_EXTRA:
@@ -26,4 +31,4 @@ if not TYPE_CHECKING:  # type checkers use the import above
                 f"{error.name} is not installed; the engine needs: pip install 'baton-serve[node]'",
                 name=error.name,
             ) from None
-        return LLM
+        return AsyncLLM if name == "AsyncLLM" else LLM

@@ -220,6 +220,15 @@ class AdapterTable:
             raise AdapterMissingError(f"adapter: {shorten_digest(digest)} is not loaded here")
         self._slots.move_to_end(digest)
 
+    def clear(self) -> None:
+        """Drop all adapters, pinned ones too; call while no request is open.
+
+        An adapter is read from its files again when a request or `load` asks for it.
+        """
+        for digest in list(self._slots):
+            self._drop(digest)
+        self._read.clear()
+
     def remember(self, read: ReadAdapter) -> None:
         """Keep an adapter's numbers, and forget those used longest ago beyond the limit."""
         self._read[read.digest] = read

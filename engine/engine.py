@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from baton.api.errors import BatonError
 from baton.api.sampling_params import SamplingParams
-from baton.kv.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash, cache_namespace
 from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.grammar import GrammarState
@@ -242,6 +242,15 @@ class Engine:
         `schedule` itself waits some milliseconds for a mask, so repeated calls are no busy loop.
         """
         return self._scheduler.awaits_masks
+
+    def rename_cache(self, compatibility: Mapping[str, str]) -> None:
+        """Forget all cached KV, as what KV depends on has changed; call while no request is open.
+
+        Args:
+            compatibility: properties that KV depends on from now on.
+        """
+        self.compatibility = compatibility
+        self._scheduler.kv_cache_manager.rename(cache_namespace(compatibility))
 
     def limit_stretch(self, limit: float | None) -> None:
         """Limit the time of steps that decode and compute prompts, relative to decode-only steps.

@@ -107,6 +107,7 @@ def make_threads(
         pushes=role is NodeRole.PREFILL,
         on_close=tracing.close,
         adapter_root=adapter_root,
+        weights_root=Path(options.weights_root) if options.weights_root else None,
         vllm_model=options.vllm_model,
         hang_at=faults.hang_engine if isinstance(faults, FaultSpec) else 0,
         poison=faults.poison if isinstance(faults, FaultSpec) else "",

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 from baton.adapters.digest import AdapterDigest, check_digest, shorten_digest
 from baton.adapters.sources import find_named
 from baton.api.errors import (
-    BatonError,
     ConfigError,
     InvalidRequestError,
     NotFoundError,
@@ -31,10 +29,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class BetweenSteps(Protocol):
-    """Calls a function on the engine's thread, between two steps."""
+class AskEngine(Protocol):
+    """Calls a function on the engine's thread, between two steps; raises its BatonError."""
 
-    def __call__(self, function: Callable[[], T]) -> Future[T]: ...
+    async def __call__(self, function: Callable[[], T]) -> T: ...
 
 
 class NodeAdapters:
@@ -42,12 +40,12 @@ class NodeAdapters:
 
     Args:
         engine: computes requests with the adapters.
-        between_steps: runs a function on the engine's thread; its errors would end the node.
+        ask_engine: calls a function on the engine's thread; see `EngineLoop.ask`.
         root: folder below which adapters' folders must lie; None: there are no folders.
     """
 
-    def __init__(self, engine: Engine, between_steps: BetweenSteps, root: Path | None) -> None:
-        self._engine, self._between_steps = engine, between_steps
+    def __init__(self, engine: Engine, ask_engine: AskEngine, root: Path | None) -> None:
+        self._engine, self._ask_engine = engine, ask_engine
         self._root = root
 
     async def load(
@@ -105,23 +103,14 @@ class NodeAdapters:
         return self._engine.adapters.read(find_named(self._root, source), digest)
 
     async def _ask(self, function: Callable[[], T]) -> T:
-        """Call a function between two steps; raise its BatonError here, not on the engine's thread.
+        """Call a function between two steps and return its result.
 
         Raises InvalidRequestError in place of ConfigError, because the node runs on.
         """
-
-        def call() -> tuple[T | None, BatonError | None]:
-            try:
-                return function(), None
-            except BatonError as error:
-                return None, error
-
-        result, error = await asyncio.wrap_future(self._between_steps(call))
-        if isinstance(error, ConfigError):
+        try:
+            return await self._ask_engine(function)
+        except ConfigError as error:
             raise InvalidRequestError(*str(error).split(": ", 1)) from error
-        if error is not None:
-            raise error
-        return cast("T", result)
 
 
 def _to_proto(view: AdapterView) -> admin_pb2.AdapterDescription:

@@ -24,7 +24,7 @@ from baton.v1 import admin_pb2
 logger = logging.getLogger(__name__)
 
 ENGINE_THREAD = "engine"
-_CHANGES = ("flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter")
+_CHANGES = ("flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "weights")
 
 
 class AskedNode(Protocol):
@@ -46,6 +46,12 @@ class ChangedAdapters(Protocol):
     async def describe(self) -> admin_pb2.AdaptersDescription: ...
 
 
+class ChangedWeights(Protocol):
+    """Changes a node's weights; see `WeightsAdmin`."""
+
+    async def answer(self, request: admin_pb2.WeightsRequest) -> admin_pb2.WeightsDescription: ...
+
+
 class NodeAdmin:
     """Answer `NodeAdminRequest`s.
 
@@ -53,6 +59,7 @@ class NodeAdmin:
         num_blocks: the node's number of KV blocks.
         access: logs operators' requests.
         adapters: the node's adapters; None: it has none.
+        weights: the node's weights; None: it has none.
     """
 
     def __init__(
@@ -61,8 +68,9 @@ class NodeAdmin:
         num_blocks: int,
         access: Access | None = None,
         adapters: ChangedAdapters | None = None,
+        weights: ChangedWeights | None = None,
     ) -> None:
-        self._node = node
+        self._node, self._weights = node, weights
         self._adapters = adapters
         self._num_blocks = num_blocks
         self._access = access or Access()
@@ -89,11 +97,16 @@ class NodeAdmin:
                 levels = wire_admin.set_log_level(request.set_log_level)
                 response = admin_pb2.NodeAdminResponse(set_log_level=levels)
             case "profile":
-                found = await wire_admin.profile(ENGINE_THREAD, request.profile.seconds)
-                response = admin_pb2.NodeAdminResponse(profile=found)
+                profiled = await wire_admin.profile(ENGINE_THREAD, request.profile.seconds)
+                response = admin_pb2.NodeAdminResponse(profile=profiled)
             case "load_adapter" | "unload_adapter" | "list_adapters":
                 response = admin_pb2.NodeAdminResponse()
                 getattr(response, kind).CopyFrom(await self._change_adapters(request))
+            case "weights":
+                if self._weights is None:
+                    raise InvalidRequestError("weights", "this node has none to change")
+                found = await self._weights.answer(request.weights)
+                response = admin_pb2.NodeAdminResponse(weights=found)
             case _:
                 raise InvalidRequestError("request", "is not known to this version")
         return [response.SerializeToString()]
@@ -132,7 +145,9 @@ class NodeAdmin:
 
     def _note(self, call: AdminCall, kind: str, request: admin_pb2.NodeAdminRequest) -> None:
         arguments = MessageToDict(getattr(request, kind), preserving_proto_field_name=True)
-        event = AuditKind.CHANGED if kind in _CHANGES else AuditKind.LOOKED
+        describes = request.weights.action == admin_pb2.WeightsAction.WEIGHTS_ACTION_DESCRIBE
+        is_change = kind in _CHANGES and not describes
+        event = AuditKind.CHANGED if is_change else AuditKind.LOOKED
         self._access.note(event, Principal(name=call.operator), "", kind, arguments)
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.adapters.digest import AdapterError
@@ -22,6 +22,7 @@ from engine.engine import Engine
 from engine.make_engine import make_engine
 from engine.rehearsal import rehearse
 from engine.step_profile import measure_decode_times, measure_step_times
+from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class LoadedEngine:
         compatibility: entries that must be equal on two nodes of a pair.
         prefix_hash: algorithm of the block hashes; empty: no prefix cache.
         loads_adapters: whether the node can load the adapters of its commands.
+        weights: the engine's weights; None: it has none, as in simulated nodes.
     """
 
     engine: Engine
@@ -55,6 +57,11 @@ class LoadedEngine:
     compatibility: dict[str, str]
     prefix_hash: str
     loads_adapters: bool = False
+    weights: ServedWeights | None = None
+
+    def renamed(self) -> LoadedEngine:
+        """Return this engine with the properties that its present weights give it."""
+        return replace(self, compatibility={**self.compatibility, **self.engine.compatibility})
 
     def registration(
         self,
@@ -148,6 +155,7 @@ def load_engine(
         compatibility,
         config.prefix_hash if config.prefix_cache else "",
         loads_adapters,
+        ServedWeights(engine, folder),
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import logging
 import os
 import signal
@@ -41,6 +42,7 @@ from baton.telemetry.ledger import Ledger
 from baton.telemetry.logs import close_logging
 from baton.telemetry.round_watch import Rounds, RoundWatch
 from node_runtime.node_admin import ChangedAdapters, NodeAdmin
+from node_runtime.weights.weights_admin import EngineWeights, WeightsAdmin
 
 if TYPE_CHECKING:
     from baton.serving.metrics_page import MetricsPage
@@ -57,6 +59,10 @@ class NodeProgram(Protocol):
     @property
     def adapters(self) -> ChangedAdapters | None:
         """Return the part that loads and unloads adapters; None: the node computes none."""
+
+    @property
+    def weights(self) -> EngineWeights | None:
+        """Return the part that changes weights; None: the node has none."""
 
     def compute_first_steps(self) -> Future[None]:
         """Compute steps before requests come, on the thread that will compute all steps.
@@ -162,7 +168,7 @@ async def run_node_program(
         max_streams=FEW_STREAMS,
     )
     serving = _Serving(server.set_serving, needs_peer=ready_with_peer)
-    admin = NodeAdmin(node, node.registration("").num_blocks, access, node.adapters)
+    admin = _make_admin(node, access, drain, links)
     page: MetricsPage | None = None
     try:
         if metrics_listen:
@@ -204,6 +210,20 @@ async def _compute_first_steps(node: NodeProgram) -> None:
         await asyncio.wrap_future(node.compute_first_steps())
     except Exception as error:  # any error of a step; the engine's thread has logged it
         raise _died_of(error) from error
+
+
+def _make_admin(
+    node: NodeProgram,
+    access: Access,
+    drain: Drain,
+    links: Sequence[RouterLinks],
+) -> NodeAdmin:
+    """Return what answers operators; ``links`` may be empty until they ask."""
+    changes = None
+    if node.weights is not None:
+        register = functools.partial(node.registration, "")  # links know the address
+        changes = WeightsAdmin(node.weights, drain, lambda: links[0], register)
+    return NodeAdmin(node, node.registration("").num_blocks, access, node.adapters, changes)
 
 
 def _died_of(error: Exception) -> EngineDeadError:

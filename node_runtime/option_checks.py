@@ -48,6 +48,8 @@ def source_of(adapter: str) -> str:
 
 def _check_adapters(options: NodeOptions) -> None:
     """Check the adapters to load at start; whether they fit the model is checked later."""
+    if options.weights_root and not Path(options.weights_root).is_dir():
+        raise ConfigError(f"weights_root: {options.weights_root}: no such folder")
     if options.adapter_root and not Path(options.adapter_root).is_dir():
         raise ConfigError(f"adapter_root: {options.adapter_root}: no such folder")
     if options.adapter_root and not options.engine.max_adapters:

@@ -107,6 +107,11 @@ class NodeOptions:
         "--adapter-root, an installed package, or a hub id in this machine's cache; repeat it for "
         "several. Others are loaded when a request needs them.",
     )
+    weights_root: str = option(
+        "",
+        help="Folder below which new weights may lie for `baton admin weights update`. Empty: the "
+        "node takes no new weights.",
+    )
     inject_faults: str = option(
         "",
         help="For drills: faults to inject in the KV connector, such as "

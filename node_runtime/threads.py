@@ -10,11 +10,10 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from baton.link.words import (
     AbortAll,
@@ -31,16 +30,16 @@ from baton.telemetry.round_watch import Rounds
 from engine.core.metrics import EngineMetrics
 from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
+from engine.engine_loop import EngineLoop
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from node_runtime.collector import NodeCollector
-from node_runtime.engine_loop import EngineLoop
 from node_runtime.kv_event_feed import KVEventFeed
 from node_runtime.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
+from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
 
 
@@ -88,6 +87,7 @@ class NodeThreads:
         pushes: whether the node sends a prompt's layers while it computes later layers.
         on_close: called when both threads have ended.
         adapter_root: folder below which adapters may be loaded; None: none may be.
+        weights_root: folder below which new weights may be loaded; None: none may be.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
         hang_at: injected fault: hang after this many busy rounds; 0: never.
         poison: injected fault: kill the process when it computes for a request whose id
@@ -106,6 +106,7 @@ class NodeThreads:
         pushes: bool = False,
         on_close: Callable[[], None] = lambda: None,
         adapter_root: Path | None = None,
+        weights_root: Path | None = None,
         vllm_model: str = "",
         hang_at: int = 0,
         poison: str = "",
@@ -119,14 +120,17 @@ class NodeThreads:
         self._vllm_model = vllm_model
         self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
         self._kv_events = KVEventFeed(loaded.engine.block_pool, emit)
-        self.adapters = NodeAdapters(loaded.engine, self._between_steps, adapter_root)
-        self._calls: deque[Callable[[], None]] = deque()
         self._loop = EngineLoop(
             *(self._step, on_death),
             name=ENGINE_THREAD,
             when_idle=loaded.engine.do_idle_work,
             after_death=self.dump,
         )
+        self.adapters = NodeAdapters(loaded.engine, self._loop.ask, adapter_root)
+        self.weights: NodeWeights | None = None
+        if loaded.weights is not None:
+            changing = loaded.weights, self._loop.ask, weights_root, self._rename
+            self.weights = NodeWeights(loaded.engine, *changing)
         loaded.engine.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
@@ -135,7 +139,7 @@ class NodeThreads:
         def compute() -> None:
             self._first_steps = compute_first_steps(self._loaded.engine, pushes=self._pushes)
 
-        return self._between_steps(compute)
+        return self._loop.call(compute)
 
     def registration(self, address: str) -> NodeRegistration:
         peer_info = self._end.describe()
@@ -157,7 +161,7 @@ class NodeThreads:
         return self._node.requests()
 
     def ledger(self) -> Future[Ledger]:
-        return self._between_steps(self._node.ledger)
+        return self._loop.call(self._node.ledger)
 
     def flush_prefix_cache(self) -> Future[int]:
         def flush() -> int:
@@ -166,7 +170,7 @@ class NodeThreads:
             engine.block_pool.reset_prefix_cache()
             return num_prefixes
 
-        return self._between_steps(flush)
+        return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
         return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
@@ -187,10 +191,14 @@ class NodeThreads:
     def connector_metrics(self) -> ConnectorMetrics:
         return self._end.metrics()
 
+    def _rename(self) -> None:
+        """Register from now on with the properties that other weights give the engine."""
+        self._loaded = self._loaded.renamed()
+
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
-        while self._calls:
-            self._calls.popleft()()
+        if self.weights is not None and self.weights.is_asleep:
+            return False  # commands of a router that knows nothing of the drain wait
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:
@@ -208,25 +216,10 @@ class NodeThreads:
             for view in self._node.requests()
         )
 
-    def _between_steps(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function on the engine's thread, between two steps."""
-        future: Future[T] = Future()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():  # cancelled
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:  # a panic in Rust is no `Exception`
-                future.set_exception(error)
-                raise
-
-        self._calls.append(call)
-        self._loop.wake()
-        return future
-
     def close(self) -> None:
         self._loop.stop()
         self._end.close()
         self._loaded.engine.close()
+        if self._loaded.weights is not None:
+            self._loaded.weights.close()
         self._on_close()

@@ -60,6 +60,7 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "LoadAdapter": OPERATE,
         "PinAdapter": OPERATE,
         "UnloadAdapter": OPERATE,
+        "ChangeWeights": OPERATE,
         "ListNodeRequests": LOOK,
         "ListQuarantine": LOOK,
         "ReleaseQuarantine": OPERATE,

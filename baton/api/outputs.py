@@ -168,6 +168,7 @@ class Receipt:
         adapter: digest of the LoRA adapter that the name stood for; empty: the base model.
         num_images: number of images in the prompt.
         num_image_tokens: prompt tokens of the images, marks included.
+        weights: version of the nodes' weights: their digest; empty: from an older router.
     """
 
     num_prompt_tokens: int
@@ -186,6 +187,7 @@ class Receipt:
     adapter: str = ""
     num_images: int = 0
     num_image_tokens: int = 0
+    weights: str = ""
 
     @property
     def network_s(self) -> float:
@@ -259,6 +261,7 @@ class RequestMetrics:
         num_preemptions: how often the request lost its blocks and was recomputed.
         num_drafts: draft tokens that were computed.
         num_accepted_drafts: draft tokens that became part of the output.
+        weights: version of the weights that computed the request; see `LLM.weights`.
     """
 
     num_output_tokens: int
@@ -269,6 +272,7 @@ class RequestMetrics:
     num_preemptions: int
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    weights: str = ""
 
     @property
     def time_per_token_s(self) -> float:

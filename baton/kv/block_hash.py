@@ -96,10 +96,14 @@ class BlockHasher:
         if algorithm not in HASH_ALGORITHMS:
             known = ", ".join(HASH_ALGORITHMS)
             raise ConfigError(f"prefix_hash: must be one of {known}, got {algorithm!r}")
-        self.block_size = block_size
+        self.block_size, self.algorithm = block_size, algorithm
         self._digest = HASH_ALGORITHMS[algorithm]
         self._namespace = namespace
         self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, little-endian
+
+    def in_namespace(self, namespace: bytes) -> BlockHasher:
+        """Return a hasher that differs in the namespace only."""
+        return BlockHasher(self.block_size, self.algorithm, namespace)
 
     def extend(
         self,

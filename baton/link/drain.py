@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 
 from baton.link.words import NodeBeat, ServingState
+
+logger = logging.getLogger(__name__)
 
 
 class Drain:
@@ -22,11 +25,13 @@ class Drain:
     Attributes:
         state: state for the next beat.
         drained: event that is set during the state ``DRAINED``.
+        is_locked: whether `resume` does nothing, as the node could not serve.
     """
 
     def __init__(self) -> None:
         self.state = ServingState.SERVING
         self.drained = asyncio.Event()
+        self.is_locked = False
 
     @property
     def is_serving(self) -> bool:
@@ -39,7 +44,10 @@ class Drain:
             self.state = ServingState.DRAINING
 
     def resume(self) -> None:
-        """Serve again."""
+        """Serve again, unless that is impossible now."""
+        if self.is_locked:
+            logger.warning("serves no requests yet: its weights change, or it sleeps")
+            return
         self.state = ServingState.SERVING
         self.drained.clear()
 

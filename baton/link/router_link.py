@@ -108,6 +108,10 @@ class RouterLink:
         if self.joined:
             self._events.put_nowait(event)
 
+    def leave(self) -> AbortAll | None:
+        """Implement `NodeEnd.leave`, once `run` was cancelled."""
+        return self._end.leave()
+
     async def run(self) -> None:
         """Keep the link up, reconnecting when it breaks; never returns.
 

@@ -7,6 +7,7 @@ may have several addresses; addresses that appear later are joined later.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
 import time
@@ -88,6 +89,42 @@ class RouterLinks:
         self._seers: set[str] = set()  # addresses of routers that know that this node drains
         # Engine id -> addresses of the routers that list the peer.
         self._peers: dict[str, set[str]] = {}
+        self._is_away = False  # between `leave` and `join`
+        self._resolve_at = 0.0
+
+    @property
+    def all_know_drain(self) -> bool:
+        """Return whether every joined router knows that this node drains."""
+        joined = {address for address, link in self._links.items() if link.joined}
+        return joined <= self._seers
+
+    async def leave(self) -> None:
+        """End all links and the requests that came over them; make no link until `join`.
+
+        Routers and peers take the node for gone.
+        """
+        self._is_away = True
+        tasks, links = list(self._tasks.values()), list(self._links.values())
+        self._tasks.clear()
+        self._links.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in links:
+            if (lost := link.leave()) is not None:
+                self._submit(lost)
+        for engine_id in list(self._peers):
+            self._submit(PeerUpdate(engine_id, removed=True))
+        self._peers.clear()
+        self._seers.clear()
+        self.reached.clear()
+        await self._on_joined(False)
+
+    def join(self, registration: NodeRegistration) -> None:
+        """Join all routers again, under another registration with the same address."""
+        address = self._registration.address
+        self._registration = dataclasses.replace(registration, address=address)
+        self._is_away, self._resolve_at = False, 0.0
 
     def emit(self, event: NodeEvent) -> None:
         """Send an event to the routers that it concerns. Call on the loop's thread."""
@@ -107,8 +144,7 @@ class RouterLinks:
 
     def beat(self, beat: NodeBeat) -> None:
         """Report load and serving state to all routers."""
-        joined = {address for address, link in self._links.items() if link.joined}
-        self.emit(self._drain.mark(beat, all_routers_know=joined <= self._seers))
+        self.emit(self._drain.mark(beat, all_routers_know=self.all_know_drain))
 
     async def run(self) -> None:
         """Keep all links up; never returns.
@@ -119,18 +155,19 @@ class RouterLinks:
         """
         give_up_at = time.monotonic() + self._join_timeout_s
         ever_joined = False
-        resolve_at = 0.0
         try:
             while True:
                 now = time.monotonic()
                 ever_joined |= any(link.joined for link in self._links.values())
-                if any(link.joined for link in self._links.values()):
+                if self._is_away or any(link.joined for link in self._links.values()):
                     give_up_at = now + self._join_timeout_s
                 elif now > give_up_at:
                     self._give_up(ever_joined=ever_joined)
-                if now >= resolve_at:
+                if now >= self._resolve_at and not self._is_away:
+                    self._resolve_at = now + RESOLVE_INTERVAL_S
                     await self._follow(await resolve_routers(self._routers))
-                    resolve_at = now + (RESOLVE_INTERVAL_S if self._links else 0.0)
+                    if not self._links:
+                        self._resolve_at = now
                 tasks = list(self._tasks.values())
                 if tasks:
                     done, _ = await asyncio.wait(
@@ -139,7 +176,8 @@ class RouterLinks:
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                     for task in done:
-                        self._end(task)
+                        if not task.cancelled():  # by `leave`
+                            self._end(task)
                 else:
                     await asyncio.sleep(_FIRST_RESOLVE_INTERVAL_S)
         finally:
@@ -179,7 +217,7 @@ class RouterLinks:
         Args:
             addresses: address -> the host that resolved to this address.
         """
-        if not addresses:  # name resolution failed, so all links stay
+        if not addresses or self._is_away:  # name resolution failed: all links stay
             return
         for address in self._links.keys() - set(addresses):
             if not self._links[address].joined:

@@ -9,19 +9,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WeightsAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHTS_ACTION_UNSPECIFIED: _ClassVar[WeightsAction]
+    WEIGHTS_ACTION_DESCRIBE: _ClassVar[WeightsAction]
+    WEIGHTS_ACTION_LOAD: _ClassVar[WeightsAction]
+    WEIGHTS_ACTION_USE: _ClassVar[WeightsAction]
+    WEIGHTS_ACTION_DROP: _ClassVar[WeightsAction]
+    WEIGHTS_ACTION_SLEEP: _ClassVar[WeightsAction]
+    WEIGHTS_ACTION_WAKE: _ClassVar[WeightsAction]
+
 class RolloutAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROLLOUT_ACTION_UNSPECIFIED: _ClassVar[RolloutAction]
     ROLLOUT_ACTION_PAUSE: _ClassVar[RolloutAction]
     ROLLOUT_ACTION_RESUME: _ClassVar[RolloutAction]
     ROLLOUT_ACTION_UNDO: _ClassVar[RolloutAction]
+WEIGHTS_ACTION_UNSPECIFIED: WeightsAction
+WEIGHTS_ACTION_DESCRIBE: WeightsAction
+WEIGHTS_ACTION_LOAD: WeightsAction
+WEIGHTS_ACTION_USE: WeightsAction
+WEIGHTS_ACTION_DROP: WeightsAction
+WEIGHTS_ACTION_SLEEP: WeightsAction
+WEIGHTS_ACTION_WAKE: WeightsAction
 ROLLOUT_ACTION_UNSPECIFIED: RolloutAction
 ROLLOUT_ACTION_PAUSE: RolloutAction
 ROLLOUT_ACTION_RESUME: RolloutAction
 ROLLOUT_ACTION_UNDO: RolloutAction
 
 class NodeAdminRequest(_message.Message):
-    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters")
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters", "weights")
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +47,7 @@ class NodeAdminRequest(_message.Message):
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     LIST_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     list_requests: ListRequestsRequest
     list_blocks: ListBlocksRequest
     flush_cache: FlushCacheRequest
@@ -38,10 +56,11 @@ class NodeAdminRequest(_message.Message):
     load_adapter: LoadAdapterRequest
     unload_adapter: UnloadAdapterRequest
     list_adapters: ListAdaptersRequest
-    def __init__(self, list_requests: _Optional[_Union[ListRequestsRequest, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksRequest, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheRequest, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelRequest, _Mapping]] = ..., profile: _Optional[_Union[ProfileRequest, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapterRequest, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapterRequest, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersRequest, _Mapping]] = ...) -> None: ...
+    weights: WeightsRequest
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsRequest, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksRequest, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheRequest, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelRequest, _Mapping]] = ..., profile: _Optional[_Union[ProfileRequest, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapterRequest, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapterRequest, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersRequest, _Mapping]] = ..., weights: _Optional[_Union[WeightsRequest, _Mapping]] = ...) -> None: ...
 
 class NodeAdminResponse(_message.Message):
-    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters")
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters", "weights")
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +69,7 @@ class NodeAdminResponse(_message.Message):
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     LIST_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     list_requests: ListRequestsResponse
     list_blocks: ListBlocksResponse
     flush_cache: FlushCacheResponse
@@ -58,7 +78,32 @@ class NodeAdminResponse(_message.Message):
     load_adapter: AdaptersDescription
     unload_adapter: AdaptersDescription
     list_adapters: AdaptersDescription
-    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ..., load_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., unload_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., list_adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ...) -> None: ...
+    weights: WeightsDescription
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ..., load_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., unload_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., list_adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., weights: _Optional[_Union[WeightsDescription, _Mapping]] = ...) -> None: ...
+
+class WeightsRequest(_message.Message):
+    __slots__ = ("action", "source", "when", "level")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    WHEN_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    action: WeightsAction
+    source: str
+    when: str
+    level: str
+    def __init__(self, action: _Optional[_Union[WeightsAction, str]] = ..., source: _Optional[str] = ..., when: _Optional[str] = ..., level: _Optional[str] = ...) -> None: ...
+
+class WeightsDescription(_message.Message):
+    __slots__ = ("digest", "loaded", "state", "problem")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    loaded: str
+    state: str
+    problem: str
+    def __init__(self, digest: _Optional[str] = ..., loaded: _Optional[str] = ..., state: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("digest", "source", "pinned")
@@ -821,6 +866,22 @@ class AdapterChange(_message.Message):
     nodes: _containers.RepeatedCompositeFieldContainer[NodeAdapters]
     num_requests: int
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., previous: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeAdapters, _Mapping]]] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
+class AdminWeightsRequest(_message.Message):
+    __slots__ = ("node", "request")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    request: WeightsRequest
+    def __init__(self, node: _Optional[str] = ..., request: _Optional[_Union[WeightsRequest, _Mapping]] = ...) -> None: ...
+
+class NodeWeights(_message.Message):
+    __slots__ = ("node_name", "weights")
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    node_name: str
+    weights: WeightsDescription
+    def __init__(self, node_name: _Optional[str] = ..., weights: _Optional[_Union[WeightsDescription, _Mapping]] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("node",)

@@ -145,6 +145,11 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.AdminUnloadAdapterRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
                 _registered_method=True)
+        self.ChangeWeights = channel.unary_unary(
+                '/baton.v1.Admin/ChangeWeights',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminWeightsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.NodeWeights.FromString,
+                _registered_method=True)
         self.ListQuarantine = channel.unary_unary(
                 '/baton.v1.Admin/ListQuarantine',
                 request_serializer=baton_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
@@ -326,6 +331,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeWeights(self, request, context):
+        """Change the weights of one node, or see their state. Returns at once; to wait for the end, ask
+        again: a node that changes joins again, and is NOT_FOUND or UNAVAILABLE meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListQuarantine(self, request, context):
         """Requests refused because nodes died of an equal request.
         """
@@ -482,6 +495,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.AdminUnloadAdapterRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.AdapterChange.SerializeToString,
+            ),
+            'ChangeWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeWeights,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminWeightsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.NodeWeights.SerializeToString,
             ),
             'ListQuarantine': grpc.unary_unary_rpc_method_handler(
                     servicer.ListQuarantine,
@@ -1114,6 +1132,33 @@ class Admin(object):
             '/baton.v1.Admin/UnloadAdapter',
             baton_dot_v1_dot_admin__pb2.AdminUnloadAdapterRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.AdapterChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ChangeWeights',
+            baton_dot_v1_dot_admin__pb2.AdminWeightsRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.NodeWeights.FromString,
             options,
             channel_credentials,
             insecure,

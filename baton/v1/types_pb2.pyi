@@ -193,7 +193,7 @@ class DecodeReceipt(_message.Message):
     def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., why_drafts: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "total_s", "prefill_node", "decode_node", "prefill", "decode", "num_attempts", "router_queue_s", "accept_s", "delivery_s", "model", "adapter", "num_images", "num_image_tokens")
+    __slots__ = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "total_s", "prefill_node", "decode_node", "prefill", "decode", "num_attempts", "router_queue_s", "accept_s", "delivery_s", "model", "adapter", "num_images", "num_image_tokens", "weights")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class Receipt(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     NUM_IMAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_output_tokens: int
     ttft_s: float
@@ -226,4 +227,5 @@ class Receipt(_message.Message):
     adapter: str
     num_images: int
     num_image_tokens: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill: _Optional[_Union[PrefillReceipt, _Mapping]] = ..., decode: _Optional[_Union[DecodeReceipt, _Mapping]] = ..., num_attempts: _Optional[int] = ..., router_queue_s: _Optional[float] = ..., accept_s: _Optional[float] = ..., delivery_s: _Optional[float] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., num_images: _Optional[int] = ..., num_image_tokens: _Optional[int] = ...) -> None: ...
+    weights: str
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill: _Optional[_Union[PrefillReceipt, _Mapping]] = ..., decode: _Optional[_Union[DecodeReceipt, _Mapping]] = ..., num_attempts: _Optional[int] = ..., router_queue_s: _Optional[float] = ..., accept_s: _Optional[float] = ..., delivery_s: _Optional[float] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., num_images: _Optional[int] = ..., num_image_tokens: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...

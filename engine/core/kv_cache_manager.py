@@ -64,6 +64,16 @@ class KVCacheManager:
         self.slides = self._null_block is not None
         self._hasher = hasher
 
+    def rename(self, namespace: bytes) -> None:
+        """Forget all cached blocks, and name later ones in another namespace.
+
+        Args:
+            namespace: see `cache_namespace`.
+        """
+        self.block_pool.reset_prefix_cache()
+        if self._hasher is not None:
+            self._hasher = self._hasher.in_namespace(namespace)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks, over all groups, that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size) * self.num_groups

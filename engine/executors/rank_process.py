@@ -66,7 +66,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     """Call a method of the worker and answer with the result."""
 
     method: str
-    args: list[Adapter | str]
+    args: list[Adapter | str | bool]
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from baton.api.errors import BatonError
 from baton.api.outputs import (
     Completion,
     FinishReason,
@@ -27,9 +28,11 @@ class Answer:
         choice_index: index of the request among its prompt's outputs.
         streams: whether the text is read piece by piece. If not, and no stop string can
             end the output, the text is decoded at the end, which is cheaper.
+        weights: version of the weights that compute the request.
 
     Attributes:
         ended: whether the engine or a stop string has ended the answer.
+        error: why the engine cannot continue the request; None: it can.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class Answer:
         *,
         choice_index: int = 0,
         streams: bool,
+        weights: str = "",
     ) -> None:
         params = request.sampling_params
         self.request = request
+        self.error: BatonError | None = None
         self._choice_index = choice_index
         self._tokenizer = tokenizer
         looks_at_text = tokenizer is not None and (streams or params.stop)
@@ -51,7 +56,7 @@ class Answer:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._finish_reason: FinishReason | None = None
-        self._streams = streams
+        self._streams, self._weights = streams, weights
         self._unread: list[TextDelta] = []
         self._began_at = time.monotonic()
         self._first_at: float | None = None
@@ -93,6 +98,18 @@ class Answer:
                 )
             )
 
+    def end_early(self, error: BatonError | None = None) -> None:
+        """End the answer with the tokens so far.
+
+        Args:
+            error: why the engine cannot continue; None: the answer is wanted no longer.
+        """
+        self.error = error
+        index = len(self._token_ids)
+        self.on_delta(
+            RequestDelta(self.request.request_id, index, (), finish_reason=FinishReason.ABORT)
+        )
+
     def take_unread(self) -> list[TextDelta]:
         """Return the pieces since the last call; only if the answer streams."""
         unread, self._unread = self._unread, []
@@ -128,4 +145,5 @@ class Answer:
             num_preemptions=request.num_preemptions,
             num_drafts=request.num_drafts,
             num_accepted_drafts=request.num_accepted_drafts,
+            weights=self._weights,
         )

@@ -6,7 +6,9 @@ LLM("examples/demo_model").generate(["def read_config(path):"])
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,8 +29,9 @@ from baton.api.beam_search import (
     TopTokens,
     search_beams,
 )
+from baton.api.changes import SleepLevel, WhenOpen, read_choice
 from baton.api.errors import EngineDeadError, InvalidRequestError
-from baton.api.outputs import Completion, FinishReason, RequestDelta, TextDelta
+from baton.api.outputs import Completion, FinishReason, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
 from baton.api.prompt import (
     check_priority,
@@ -40,6 +43,7 @@ from baton.api.prompt import (
 )
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
+from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.answers import check_generates
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import read_setup
@@ -53,10 +57,14 @@ from engine.make_engine import make_engine
 from engine.offline.answer import Answer
 from engine.offline.images import ImagePrompt, take_images, with_images
 from engine.offline.pooling import OfflinePooling, PooledAnswer
+from engine.offline.weights_source import WeightsSource, open_source
+from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 256  # of an adapter's name
+_POLL_S = 0.002
+
 Prompt = str | Sequence[int] | ImagePrompt
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -110,6 +118,8 @@ class LLM:
         if adapters:
             options["max_adapters"] = max(len(adapters), options.get("max_adapters", 0))
         self.engine = make_engine(folder, EngineConfig(**options))
+        self.served_weights = ServedWeights(self.engine, folder)
+        self.is_paused = False
         self._adapters: dict[str, _NamedAdapter] = {}
         try:
             for name, adapter_folder in adapters.items():
@@ -119,8 +129,8 @@ class LLM:
             raise
         # Requests in progress, by request id.
         self._answers: dict[str, Answer | PooledAnswer] = {}
+        self._numbers = itertools.count(1)  # of prompts, for request ids
         self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
-        self._num_requests = 0
         self._dead = False
 
     def generate(
@@ -150,10 +160,11 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
         """
-        prompt_list = _as_list(prompts)
-        params_list = _one_per_prompt(sampling_params, len(prompt_list))
-        names = _adapter_per_prompt(adapter, len(prompt_list))
-        priorities = _priority_per_prompt(priority, len(prompt_list))
+        self._check_awake()
+        prompt_list = as_list(prompts)
+        params_list = params_per_prompt(sampling_params, len(prompt_list))
+        names = adapter_per_prompt(adapter, len(prompt_list))
+        priorities = priority_per_prompt(priority, len(prompt_list))
         self._load_named(set(names))
         choices = [
             self._make_choices(prompt, params, name, priority)
@@ -182,13 +193,20 @@ class LLM:
             conversations: lists of messages with a ``role`` and a ``content``; one or many. A
                 content may be a list of parts, some of them images (`take_images`).
         """
-        if self.tokenizer is None:
-            raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
-        many = [conversations] if _is_conversation(conversations) else conversations
-        prompts = [self._render(messages) for messages in many]  # type: ignore[arg-type]  # checked
+        prompts = self.encode_chats(conversations)
         return self.generate(
             prompts, sampling_params, adapter=adapter, priority=priority, progress=progress
         )
+
+    def encode_chats(self, conversations: Conversation | Sequence[Conversation]) -> list[Prompt]:
+        """Return the prompt of each conversation, by the checkpoint's chat template.
+
+        Raises InvalidRequestError if the checkpoint has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
+        many = [conversations] if _is_conversation(conversations) else conversations
+        return [self._render(messages) for messages in many]  # type: ignore[arg-type]  # checked
 
     def _render(self, messages: Conversation) -> Prompt:
         assert self.tokenizer is not None
@@ -299,7 +317,7 @@ class LLM:
             early_stopping=early_stopping,
             end_token_ids=self.engine.eos_token_ids,
         )
-        token_ids = [self._read_text(prompt) for prompt in _as_list(prompts)]
+        token_ids = [self._read_text(prompt) for prompt in as_list(prompts)]
         for prompt in token_ids:
             self._check_prompt(prompt)
 
@@ -408,6 +426,7 @@ class LLM:
         The pieces of several outputs (``SamplingParams.n``) are interleaved. Raises
         InvalidRequestError on the first iteration.
         """
+        self._check_awake()
         self._load_named({adapter})
         requests = self._make_choices(
             prompt, sampling_params or SamplingParams(), adapter, priority
@@ -415,6 +434,7 @@ class LLM:
         answers = self._begin(requests, streams=True)
         try:
             while not all(answer.ended for answer in answers):
+                self._check_awake()
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
@@ -426,17 +446,127 @@ class LLM:
             while self.engine.step_in_flight and not self._answers:
                 self._step()  # leave no step in flight
 
+    @property
+    def weights(self) -> str:
+        """Return the version of the weights that compute: the digest of their files."""
+        return self.served_weights.digest
+
+    def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
+        """Compute with other weights of the same model from now on; return their version.
+
+        Gives the same tokens as a new `LLM` of these weights. Names, shapes, kinds of numbers and
+        finiteness are checked first: if anything is wrong, nothing changes. Cached prefixes are
+        forgotten, adapters are read again when they are needed. For a moment, memory holds both
+        weights.
+
+        Args:
+            source: a model folder, a folder or a file of safetensors, a GGUF file, a hub id, or
+                all tensors of the checkpoint with their names, on any device.
+            when: what becomes of open streams: ``drain``: they end with the old weights, and
+                their pieces wait to be read. ``abort``: they end with the tokens so far.
+
+        Raises:
+            InvalidRequestError: the weights cannot be used; names the tensor and the limit.
+        """
+        how = read_choice(WhenOpen, "when", when)
+        self.check_drains(how)
+        new = open_source(source, self.served_weights.folder)
+        self._stage(lambda: self.served_weights.begin(new), new)
+        self._end_open(how)
+        return self.served_weights.use()
+
+    def pause(self) -> None:
+        """Compute nothing until `resume`: prompts are refused, and so is reading open streams."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.is_paused = False
+
+    def sleep(self, level: str = "host", *, when: str = "drain") -> None:
+        """Give memory back until `wake`: that of the KV cache, and the device's with weights.
+
+        Args:
+            level: ``host``: keep the weights in host memory, where those of a CPU are already.
+                ``dropped``: `wake` reads them from their files again.
+            when: what becomes of open streams; see `update_weights`.
+
+        Raises:
+            InvalidRequestError: an argument is wrong, or the weights cannot move to the host.
+        """
+        kind, how = read_choice(SleepLevel, "level", level), read_choice(WhenOpen, "when", when)
+        self.check_drains(how)
+        self._end_open(how)
+        self.served_weights.sleep(kind)
+
+    def wake(self) -> None:
+        """End a sleep, with the same weights; `update_weights` ends it with others.
+
+        Raises:
+            InvalidRequestError: the files of dropped weights have changed or are gone.
+        """
+        if not self.served_weights.wake():
+            self._stage(lambda: None)
+            self.served_weights.use()
+
     def metrics(self) -> EngineMetrics:
         """Return the engine's metrics."""
         return self.engine.metrics()
+
+    def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
+        """Wait until new weights are loaded; drop them if they cannot be used."""
+        try:
+            begin()
+        except BaseException:
+            if new is not None:
+                new.close()
+            raise
+        try:
+            while not self.served_weights.is_ready():
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.served_weights.drop()
+            raise
+
+    def _end_open(self, how: WhenOpen) -> None:
+        """End all open requests, and the step in flight."""
+        if how is WhenOpen.ABORT:
+            for request_id in list(self._answers):
+                self.abort_answer(request_id)
+        while self.engine.has_work or self.engine.step_in_flight:
+            self._step()
+
+    def _check_awake(self) -> None:
+        """Raise InvalidRequestError while nothing can be computed."""
+        if self.is_paused or self.served_weights.is_asleep:
+            state, remedy = (
+                ("asleep", "wake") if self.served_weights.is_asleep else ("paused", "resume")
+            )
+            raise InvalidRequestError("engine", f"is {state}; call {remedy}() first")
+
+    def check_drains(self, how: WhenOpen) -> None:
+        """Raise InvalidRequestError if open requests would never end."""
+        if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
+            problem = "must be abort while the engine is paused with open requests, got drain"
+            raise InvalidRequestError("when", problem)
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
         """Submit a prompt's requests to the engine."""
         answers = []
         for index, request in enumerate(choices):
-            answer = Answer(request, self.tokenizer, choice_index=index, streams=streams)
+            answer = Answer(
+                request,
+                self.tokenizer,
+                choice_index=index,
+                streams=streams,
+                weights=self.weights,
+            )
             self._answers[request.request_id] = answer
             answers.append(answer)
+        if choices[0].awaits_grammar:  # siblings share a prompt, but no grammar on its way
+            for request in choices:
+                self.engine.add_request(request)
+            return answers
         choices[0].siblings = choices[1:]
         self.engine.add_request(choices[0])
         return answers
@@ -445,6 +575,13 @@ class LLM:
         """Forget a request, and abort it unless it has ended."""
         self._answers.pop(request_id, None)
         self.engine.abort(request_id)
+
+    def abort_answer(self, request_id: str) -> None:
+        """End a request with the tokens so far; do nothing if it has ended."""
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            answer.end_early()
+            self._end(request_id)
 
     def _step(self) -> int:
         """Run a step and pass its outputs to their answers; return how many requests ended.
@@ -481,18 +618,25 @@ class LLM:
             answer = self._answers.pop(request_id, None)
             if answer is not None:
                 logger.warning("%s ends: %s", request_id, error)
-                index = answer.request.num_output_tokens
-                answer.on_delta(RequestDelta(request_id, index, (), FinishReason.ABORT))
+                answer.end_early(error)
                 num_ended += 1
         return num_ended
 
     def _make_choices(
-        self, prompt: Prompt, params: SamplingParams, adapter: str = "", priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: str = "",
+        priority: int = 0,
+        *,
+        compiles_grammar: bool = True,
     ) -> list[Request]:
         """Make one request per wanted output (``SamplingParams.n``) of a prompt.
 
         Args:
             adapter: name of an adapter; empty: the base model.
+            compiles_grammar: whether to wait for a grammar; if not, the engine compiles the
+                grammar while other requests go on.
         """
         digest = self._named(adapter).digest if adapter else NO_ADAPTER
         engine = self.engine
@@ -508,11 +652,12 @@ class LLM:
         self._check_priority(priority)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
-        self._num_requests += 1
+        number = next(self._numbers)
+        compiles_now = compiles_grammar or params.structured_output is None
         seed = draw_seed() if params.seed is None else params.seed
         return [
             Request.create(
-                choice_request_id(f"offline-{self._num_requests}", index),
+                choice_request_id(f"offline-{number}", index),
                 token_ids,
                 params,
                 seed=choice_seed(seed, index),
@@ -520,7 +665,7 @@ class LLM:
                 max_model_len=engine.max_model_len,
                 adapter=digest,
                 priority=priority,
-                grammar=engine.compile_grammar(params),
+                grammar=engine.compile_grammar(params) if compiles_now else None,
                 images=prompt_images,
             )
             for index in range(params.n)
@@ -587,13 +732,13 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 
 def _without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
     """Return inputs to pool as a list; raises InvalidRequestError for prompts with images."""
-    listed = [one for one in _as_list(inputs) if not isinstance(one, Mapping)]
-    if len(listed) < len(_as_list(inputs)):
+    listed = [one for one in as_list(inputs) if not isinstance(one, Mapping)]
+    if len(listed) < len(as_list(inputs)):
         raise InvalidRequestError("inputs", "must be texts or token ids, got images")
     return listed
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
@@ -608,7 +753,7 @@ def _check_adapter_name(name: object) -> None:
         raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")
 
 
-def _adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[str]:
+def adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[str]:
     if not isinstance(adapter, Sequence) or not all(isinstance(name, str) for name in adapter):
         problem = f"must be a name or a name per prompt, got {adapter!r:.80}"
         raise InvalidRequestError("adapter", problem)
@@ -619,7 +764,7 @@ def _adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[
     return names
 
 
-def _priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> list[int]:
+def priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> list[int]:
     priorities = [priority] * num_prompts if isinstance(priority, int) else list(priority)
     if len(priorities) != num_prompts:
         problem = f"must be one or {num_prompts} (one per prompt), got {len(priorities)}"
@@ -627,7 +772,7 @@ def _priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> lis
     return priorities
 
 
-def _one_per_prompt(
+def params_per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.api.errors import DamagedModelError, InvalidRequestError
+from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
 from baton.api.outputs import RequestDelta
 from baton.api.pooling import (
     Classification,
@@ -44,17 +44,23 @@ class PooledAnswer:
     Attributes:
         ended: whether the engine has ended the request.
         pooled: see `RequestDelta.pooled`; empty: the request was aborted.
+        error: why the engine cannot continue the request; None: it can.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.ended = False
         self.pooled = b""
+        self.error: BatonError | None = None
 
     def on_delta(self, output: RequestDelta) -> None:
         """Take the request's only delta."""
         self.ended = output.finish_reason is not None
         self.pooled = output.pooled
+
+    def end_early(self, error: BatonError | None = None) -> None:
+        """End the request without numbers; ``error`` tells why the engine cannot continue."""
+        self.ended, self.error = True, error
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -171,6 +177,8 @@ class OfflinePooling:
         orders = ((), range(len(answers))) if params.needs_all_rows else find_leaders(prompts)
         for order in orders:
             self._run([answers[place] for place in order])
+        if (error := next(filter(None, (answer.error for answer in answers)), None)) is not None:
+            raise error
         if any(not answer.pooled for answer in answers):
             raise DamagedModelError("the model's hidden states are not numbers")
         return answers

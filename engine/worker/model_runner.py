@@ -100,6 +100,11 @@ class ModelRunner:
         return prepared
 
     @torch.inference_mode()
+    def close(self) -> None:
+        """Receive what other ranks have sent to this runner, as another one would mistake it."""
+        self._receive_tokens()
+
+    @torch.inference_mode()
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
         """Launch a prepared step; on a CPU, also wait until it is computed."""
         started_at = time.monotonic()

@@ -5,6 +5,7 @@ Refuses to know: requests, schedulers, the meaning of a plan.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,8 @@ import torch
 
 from baton.adapters.digest import AdapterDigest
 from baton.adapters.files import Adapter, AdapterFiles
-from baton.api.errors import ConfigError
+from baton.api.changes import SleepLevel
+from baton.api.errors import ConfigError, ModelLoadError
 from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
 from engine.core.step_plan import StepHooks, StepPlan
@@ -60,11 +62,14 @@ from engine.worker.make_runner import LoadedModel
 from engine.worker.memory_profile import measure_kv_cache_bytes
 from engine.worker.model_runner import AnyPreparedStep, ModelRunner
 from engine.worker.warm_up import check_numbers, warm_up
+from engine.worker.weights.staging import LoadedWeights
+from engine.worker.weights.worker_weights import WorkerWeights
 from models import load_model
 from models.adapters.slots import AdapterSlots
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
+from models.loading.finite_weights import check_finite
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import stage_layers
 
@@ -108,18 +113,9 @@ class Worker:
         check_batch_invariant(config, device, described)
         if device.type == "cpu":
             check_memory(model_folder, config, dtype_name(self.dtype), read_host_memory())
-        packer = choose_packer(config, device, self.dtype)
-        model = load_model(
-            model_folder,
-            dtype=self.dtype,
-            device=device,
-            max_model_len=config.max_model_len,
-            packer=packer,
-            ops=choose_ops(config, device),
-            ranks=ranks,
-            cache=_weights_cache(config),
-            images=config.images,
-        )
+        self._packer = packer = choose_packer(config, device, self.dtype)
+        self._ranks = ranks
+        model = self._load_model(model_folder)
         if device.type == "cpu":
             keep_freed_memory()
         self.model_config = model.config
@@ -147,6 +143,12 @@ class Worker:
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))
         self._pages_ahead = PagesAhead(self.kv_memory.tensor)
         self.runner = self._make_runner(loaded, drafter)
+        self._frame = functools.partial(
+            LoadedModel, spec=spec, config=config, device=device, backends=backends, ranks=ranks
+        )
+        self._weights = WorkerWeights(
+            self.kv_memory, LoadedWeights(model, drafter), self._load_checked, self._use
+        )
         self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None
 
     def _kv_cache_spec(
@@ -221,6 +223,81 @@ class Worker:
         """Let go of an adapter between steps."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.unload(digest)
+
+    # ------------------------------------------------------------------ other weights
+
+    def begin_weights(self, folder: str, is_kept: bool) -> None:
+        """Begin to load new weights while steps go on; see `weights_problem`.
+
+        Args:
+            folder: the weights, with the configuration of this worker's model.
+            is_kept: whether the files stay, so that their packed form is worth a place in the
+                user's cache.
+        """
+        self._weights.begin(Path(folder), is_kept=is_kept)
+
+    def weights_problem(self) -> str | None:
+        """Return why the new weights cannot be used; empty: they can; None: they still load."""
+        return self._weights.problem
+
+    def use_weights(self) -> None:
+        """Compute with the new weights from now on; call while no request is open."""
+        self._weights.use()
+
+    def drop_weights(self) -> None:
+        """Forget the new weights."""
+        self._weights.drop()
+
+    def sleep(self, level: str, keeps_kv_memory: bool) -> None:
+        """Give memory back until `wake` or `use_weights`; see `SleepLevel`."""
+        self._weights.sleep(SleepLevel(level), keeps_kv_memory=keeps_kv_memory)
+
+    def wake(self) -> None:
+        """Compute again after a sleep that kept the weights."""
+        self._weights.wake()
+
+    def _load_model(self, folder: Path, *, is_kept: bool = True) -> CausalLM:
+        """Load a model of this worker's configuration."""
+        config = self.config
+        return load_model(
+            folder,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=config.max_model_len,
+            packer=self._packer,
+            ops=choose_ops(config, self.device),
+            ranks=self._ranks,
+            cache=_weights_cache(config) if is_kept else None,
+            images=config.images,
+        )
+
+    def _load_checked(self, folder: Path, is_kept: bool) -> LoadedWeights:
+        """Load other weights for this worker's model, on a thread of its own.
+
+        Raises:
+            ModelLoadError: a tensor is missing, unknown, of another shape or kind, not finite, or
+                its layers would be computed or cached otherwise than the old ones.
+        """
+        make_current(self.device)
+        with on_one_thread():  # the others compute steps
+            check_finite(folder, ModelConfig.from_folder(folder))
+            model = self._load_model(folder, is_kept=is_kept)
+            if describe_weights(self.config.weights, self._packer, model) != self.linear_weights:
+                raise ModelLoadError("weights: are quantized otherwise than those that serve")
+            drafter = load_drafter(self.config, folder, model, self.dtype, self.device)
+            if self._ranks.everyone.size == 1:
+                check_numbers(self._frame(model))
+        return LoadedWeights(model, drafter)
+
+    def _use(self, loaded: LoadedWeights | None) -> None:
+        """Compute with these weights from now on; None: let go of the model."""
+        if loaded is None:
+            self._adapters = None
+            self.runner.close()
+            del self.runner
+            return
+        self._adapters = self._make_adapter_slots(loaded.model, self._ranks)
+        self.runner = self._make_runner(self._frame(loaded.model), loaded.drafter)
 
     def num_blocks(self) -> int:
         """Return the number of KV blocks; the engine calls this on all workers."""

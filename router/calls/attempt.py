@@ -73,6 +73,12 @@ class Attempt:
         self._closed = False
         self._send_legs(call, terms)
 
+    @property
+    def weights(self) -> str:
+        """Return the version of the weights of the attempt's nodes."""
+        node = self.decode or self.prefill
+        return "" if node is None else node.weights
+
     def _send_legs(self, call: Call, terms: AttemptTerms) -> None:
         output_token_ids, params = tuple(self._buffer.token_ids), call.sampling_params
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)

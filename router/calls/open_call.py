@@ -122,6 +122,7 @@ class OpenCall:
             adapter=self._call.terms.adapter,
             num_images=len(self._call.images),
             num_image_tokens=sum(span.num_tokens for span in self._call.image_spans),
+            weights=attempt.weights if attempt else "",
         )
 
     def close(self) -> None:

@@ -124,6 +124,8 @@ class Node:
         identity: entries that decide which tokens the node's model makes.
         address: remote address of the node's link, without the port.
         num_bytes: size of the node's registration.
+        changes_weights: whether an operator made it change its weights: it drains, leaves, and
+            joins again.
     """
 
     registration: NodeRegistration
@@ -135,6 +137,7 @@ class Node:
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
+    changes_weights: bool = False
     num_bytes: int = field(init=False)
     clock: Callable[[], float] = field(init=False)
     load: NodeLoad = field(init=False)
@@ -156,6 +159,11 @@ class Node:
     @property
     def name(self) -> str:
         return self.registration.node_name
+
+    @property
+    def weights(self) -> str:
+        """Return the version of the node's weights."""
+        return self.registration.compatibility.get("weights", "")
 
     @property
     def engine_id(self) -> str:

@@ -207,14 +207,13 @@ class NodePool:
         """Return until when a node that completes a pair may return; -inf if none may.
 
         Args:
-            return_s: how long calls wait for a crashed node.
+            return_s: how long calls wait for a crashed node, or one that changes its weights.
         """
+        lacking = [role for role in NodeRole if not any(map(self.is_eligible, self._of(role)))]
+        if any(node.changes_weights for role in lacking for node in self._of(role)):
+            return self.clock() + return_s
         if self._missing_since is None:
-            since = [
-                self.lost_nodes.missing_since(role)
-                for role in NodeRole
-                if not any(map(self.is_eligible, self._of(role)))
-            ]
+            since = map(self.lost_nodes.missing_since, lacking)
             self._missing_since = max(since, default=-math.inf)
         return self._missing_since + return_s
 
@@ -298,7 +297,9 @@ class NodePool:
         if self._nodes.get(node.engine_id) is not node:
             return  # removed or replaced already
         del self._nodes[node.engine_id]
-        if not (on_purpose or node.is_draining):
+        if node.changes_weights:
+            self.lost_nodes.note_missing(node.registration)
+        elif not (on_purpose or node.is_draining):
             if not self._is_held_up:  # after a stall the node hung up and is alive
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)

@@ -60,6 +60,13 @@ class ServedIdentity:
         """Return whether a node has the identity that is served."""
         return node.identity == self.served
 
+    def follow_nodes(self) -> None:
+        """Let nodes decide the weights from now on, as an operator changes theirs.
+
+        Otherwise nodes with the folder's weights would take over as soon as one of them is here.
+        """
+        self._own.pop("weights", None)
+
     def problem(self, node: Node) -> str:
         """Return why a node may not serve, with the entry that differs; empty if it may."""
         if self.admits(node):

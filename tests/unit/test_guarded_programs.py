@@ -52,7 +52,7 @@ CLIENT, OPERATOR, NODE = "the client's key", "the operator's key", "the node's k
 class EmptyNode:
     """Computes nothing, and says so."""
 
-    adapters = None
+    adapters = weights = None
 
     def compute_first_steps(self) -> Future[None]:
         done: Future[None] = Future()

@@ -63,6 +63,10 @@ _ENTRIES = {
         "baton.cli.admin.adapters:adapters",
         "See or change the LoRA adapters that nodes compute beside the base model.",
     ),
+    "weights": Entry(
+        "baton.cli.admin.weights:weights",
+        "Serve other weights of the same model from running nodes, or let nodes sleep.",
+    ),
     "flush-cache": Entry(
         "baton.cli.admin.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; running requests keep their blocks.",

@@ -71,6 +71,12 @@ class NodeCalls:
         request = admin_pb2.NodeAdminRequest(list_adapters=admin_pb2.ListAdaptersRequest())
         return (await self._ask(node, request)).list_adapters
 
+    async def change_weights(
+        self, node: Node, request: admin_pb2.WeightsRequest
+    ) -> admin_pb2.WeightsDescription:
+        """Begin a change of a node's weights; return the state at once."""
+        return (await self._ask(node, admin_pb2.NodeAdminRequest(weights=request))).weights
+
     async def _ask(
         self, node: Node, request: admin_pb2.NodeAdminRequest, *, more_s: float = 0.0
     ) -> admin_pb2.NodeAdminResponse:

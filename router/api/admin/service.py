@@ -38,6 +38,7 @@ from router.api.admin.views import (
     describe_rollout,
     describe_stats,
 )
+from router.api.admin.weights import WeightsChanges
 from router.calls.request_log import RequestRecord
 from router.fleet.node import Node
 from router.gate.overload import Overload
@@ -78,6 +79,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._overload = overload or Overload()
         self._adapters = adapters or AdapterAdmin(names)
         self._on_policy = on_policy
+        self._weights = WeightsChanges(names.bases)
 
     @property
     def policy(self) -> str:
@@ -364,6 +366,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         change = await self._adapters.pin(_calls(context), request.name, pinned=request.pinned)
         _note(context, f"{'pin' if request.pinned else 'unpin'} the adapter {request.name!r}")
         return change
+
+    async def ChangeWeights(  # gRPC's naming
+        self, request: admin_pb2.AdminWeightsRequest, context: Context
+    ) -> admin_pb2.NodeWeights:
+        """Change the weights of a node, or describe them."""
+        return await self._weights.change(
+            _calls(context), self._find(request.node), request.request
+        )
 
     async def UnloadAdapter(  # gRPC's naming
         self, request: admin_pb2.AdminUnloadAdapterRequest, context: Context

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from node_runtime import engine_loop
-from node_runtime.engine_loop import EngineLoop
+from engine import engine_loop
+from engine.engine_loop import EngineLoop
 from tests.fakes.time.waiting import TIMEOUT_S, wait_until
 
 

@@ -1,8 +1,9 @@
-"""Unit tests of LLM: prompts and parameters in every form, and what must not depend on batching."""
+"""Unit tests of LLM and AsyncLLM: prompts and parameters in every form, any batch."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.fronts import FRONTS, Front, open_front
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -30,12 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, theirs: object) -> str:
     return str(save(theirs, tmp_path_factory.mktemp("tiny")))
 
 
-@pytest.fixture(scope="module")
-def llm(folder: str) -> LLM:
-    return LLM(folder, **OPTIONS)
+@pytest.fixture(scope="module", params=FRONTS)
+def llm(request: pytest.FixtureRequest, folder: str) -> Iterator[Front]:
+    with open_front(request.param, folder, **OPTIONS) as front:
+        yield front
 
 
-def test_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: object) -> None:
+def test_greedy_tokens_are_those_of_transformers(llm: Front, theirs: object) -> None:
     for prompt, completion in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
         token_ids = list(prompt)
         for _ in range(6):
@@ -43,30 +46,30 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: object) -> No
         assert list(completion.token_ids) == token_ids[len(prompt) :]
 
 
-def test_completions_come_in_the_order_of_their_prompts_and_equal_those_alone(llm: LLM) -> None:
+def test_completions_come_in_the_order_of_their_prompts_and_equal_those_alone(llm: Front) -> None:
     together = llm.generate(PROMPTS, GREEDY)
     alone = [llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert len({c.request_id for c in [*together, *alone]}) == 6
 
 
-def test_one_list_of_token_ids_is_one_prompt(llm: LLM) -> None:
+def test_one_list_of_token_ids_is_one_prompt(llm: Front) -> None:
     [completion] = llm.generate(PROMPTS[0], GREEDY)
     assert completion.token_ids == llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
 
 
-def test_no_prompt_gives_no_completion(llm: LLM) -> None:
+def test_no_prompt_gives_no_completion(llm: Front) -> None:
     assert llm.generate([]) == []
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_parameters(llm: Front) -> None:
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 4, 2)]
     found = llm.generate(PROMPTS, params)
     assert [len(c.token_ids) for c in found] == [1, 4, 2]
     assert {c.finish_reason for c in found} == {FinishReason.LENGTH}
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_gives_others(llm: LLM) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_gives_others(llm: Front) -> None:
     seeded = SamplingParams(max_tokens=12, temperature=2, seed=5, ignore_eos=True)
     free = SamplingParams(max_tokens=12, temperature=2, ignore_eos=True)
     prompt = PROMPTS[0]
@@ -75,7 +78,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_gives_others(llm: LL
     assert len({llm.generate([prompt], free)[0].token_ids for _ in range(3)}) > 1
 
 
-def test_an_output_ends_with_the_models_end_token_and_with_a_stop_token(llm: LLM) -> None:
+def test_an_output_ends_with_the_models_end_token_and_with_a_stop_token(llm: Front) -> None:
     plain = llm.generate([PROMPTS[2]], GREEDY)[0].token_ids
     stop = plain[2]
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
@@ -89,7 +92,7 @@ def test_an_output_ends_with_the_models_end_token_and_with_a_stop_token(llm: LLM
     assert not {1, 2} & set(ended.token_ids[:-1])
 
 
-def test_too_little_memory_and_small_chunks_change_no_token(llm: LLM, folder: str) -> None:
+def test_too_little_memory_and_small_chunks_change_no_token(llm: Front, folder: str) -> None:
     small = LLM(
         folder,
         block_size=2,
@@ -113,7 +116,7 @@ def test_too_little_memory_and_small_chunks_change_no_token(llm: LLM, folder: st
     assert small.engine.block_pool.num_free == 13
 
 
-def test_every_block_is_free_after_generate(llm: LLM) -> None:
+def test_every_block_is_free_after_generate(llm: Front) -> None:
     llm.generate(PROMPTS, GREEDY)
     assert llm.engine.block_pool.num_free == OPTIONS["num_blocks"]
     assert llm.engine.requests == {}
@@ -145,7 +148,7 @@ def test_prompts_of_a_batch_are_not_cut_for_those_who_decode() -> None:
     ],
 )
 def test_a_bad_prompt_is_refused_and_nothing_was_run(
-    llm: LLM, prompt: list[int] | str, problem: str
+    llm: Front, prompt: list[int] | str, problem: str
 ) -> None:
     steps = llm.engine.num_steps
     with pytest.raises(InvalidRequestError, match=f"^prompt:? .*{problem}"):
@@ -154,7 +157,7 @@ def test_a_bad_prompt_is_refused_and_nothing_was_run(
     assert llm.engine.requests == {}
 
 
-def test_parameters_must_be_one_or_as_many_as_the_prompts(llm: LLM) -> None:
+def test_parameters_must_be_one_or_as_many_as_the_prompts(llm: Front) -> None:
     with pytest.raises(InvalidRequestError, match=r"^sampling_params: must be one or 3 .* got 2$"):
         llm.generate(PROMPTS, [GREEDY, GREEDY])
 

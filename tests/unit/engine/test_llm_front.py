@@ -1,4 +1,4 @@
-"""LLM's other ways in: streaming, chat, the progress bar, and how it ends when a step fails."""
+"""The other ways into LLM and AsyncLLM: streaming, chat, the progress bar, a step that fails."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from engine import LLM
 from engine.crash_dump import FOLDER_VARIABLE
 from engine.executors.uniproc import worker_of
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.engine.fronts import FRONTS, Front, open_front
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 QUESTION = [{"role": "user", "content": "Write the function `is_empty(self)`: Return a bool."}]
 
 
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    made = LLM(str(DEMO_MODEL), dtype="float32", num_blocks=200)
-    yield made
-    assert made.engine.block_pool.num_free == made.engine.num_blocks
+@pytest.fixture(params=FRONTS)
+def llm(request: pytest.FixtureRequest) -> Iterator[Front]:
+    with open_front(request.param, str(DEMO_MODEL), dtype="float32", num_blocks=200) as made:
+        yield made
+        assert made.engine.block_pool.num_free == made.engine.num_blocks
 
 
-def test_streamed_pieces_joined_are_the_completion(llm: LLM) -> None:
+def test_streamed_pieces_joined_are_the_completion(llm: Front) -> None:
     deltas = list(llm.stream("class Stack:\n", GREEDY))
     (whole,) = llm.generate("class Stack:\n", GREEDY)
     assert "".join(delta.text for delta in deltas) == whole.text
@@ -35,15 +36,15 @@ def test_streamed_pieces_joined_are_the_completion(llm: LLM) -> None:
     assert all(delta.finish_reason is None for delta in deltas[:-1])
 
 
-def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
+def test_leaving_a_stream_ends_its_request(llm: Front) -> None:
     stream = llm.stream("class Stack:\n", GREEDY)
     next(stream)
     assert llm.engine.requests
-    stream.close()  # type: ignore[attr-defined]  # it is a generator
+    stream.close()
     assert not llm.engine.requests
 
 
-def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_a_bad_prompt_is_refused_before_anything_runs(llm: Front) -> None:
     with pytest.raises(InvalidRequestError, match="at least 1"):
         next(llm.stream("", GREEDY))
     with pytest.raises(InvalidRequestError, match="at least 1"):
@@ -51,7 +52,7 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
     assert llm.engine.num_steps == 0
 
 
-def test_chat_is_generate_on_the_rendered_template(llm: LLM) -> None:
+def test_chat_is_generate_on_the_rendered_template(llm: Front) -> None:
     assert llm.tokenizer is not None
     (one,) = llm.chat(QUESTION, GREEDY)
     many = llm.chat([QUESTION, QUESTION], GREEDY)
@@ -59,7 +60,8 @@ def test_chat_is_generate_on_the_rendered_template(llm: LLM) -> None:
     assert [one.token_ids, *(c.token_ids for c in many)] == [expected.token_ids] * 3
 
 
-def test_the_progress_bar_counts_all_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_counts_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(str(DEMO_MODEL), dtype="float32", num_blocks=200)
     llm.generate(["a", "b", "c"], GREEDY, progress=True)
     captured = capsys.readouterr()
     assert "3/3" in captured.err

@@ -238,3 +238,32 @@ async def test_an_output_never_goes_on_with_another_model() -> None:
     assert not others[0].of(PrefillCommand)
     assert not others[1].of(DecodeCommand)
     assert scene.token_ids == [10]
+
+
+def test_nodes_that_change_their_weights_are_followed_there_and_back_and_awaited() -> None:
+    fleet = Fleet("a")
+    fleet.join("a0", "a1")
+    fleet.pool.identity.follow_nodes()
+    for old, new in (("a", "b"), ("b", "a")):
+        for number, left in ((0, [f"{old}1"]), (1, [f"{new}0"])):
+            changing = fleet.nodes[f"{old}{number}"]
+            changing.node.changes_weights = True
+            fleet.say(f"{old}{number}", DRAINED)
+            assert fleet.serving == left  # the folder's weights do not take over too early
+            changing.leave()
+            fleet.join(f"{new}{number}")
+        assert fleet.serving == [f"{new}0", f"{new}1"]
+
+
+def test_calls_wait_for_the_only_node_while_it_changes_its_weights() -> None:
+    fleet = Fleet("a")
+    fleet.join("a0")
+    only = fleet.nodes["a0"]
+    only.node.changes_weights = True
+    fleet.say("a0", DRAINED)
+    assert fleet.pool.awaited_until(60) == fleet.clock() + 60
+    only.leave()
+    assert fleet.pool.awaited_until(60) == fleet.clock() + 60
+    fleet.pool.identity.follow_nodes()
+    fleet.join("b0")
+    assert fleet.serving == ["b0"]

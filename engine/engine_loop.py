@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
 
-from baton.api.errors import EngineDeadError
+from baton.api.errors import BatonError, EngineDeadError
 from baton.telemetry.round_watch import Rounds
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TICK_S = 0.25  # seconds; an idle engine checks its deadlines this often
 
@@ -39,6 +46,8 @@ class EngineLoop:
     ) -> None:
         self._step, self._when_idle = step, when_idle
         self._on_death, self._after_death = on_death, after_death
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._has_ended = False
         self._wake = threading.Event()
         self._stopping = False
         self._num_rounds = 0
@@ -51,6 +60,36 @@ class EngineLoop:
     def wake(self) -> None:
         """Wake the loop, as there is new work; safe from any thread."""
         self._wake.set()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function on the loop's thread, between two steps; safe from any thread.
+
+        An exception goes to the future and is raised on the thread: the loop ends with it. Once
+        the loop has ended, the future has an EngineDeadError.
+        """
+        future: Future[T] = Future()
+        self._calls.append((future, function))
+        self._wake.set()
+        if self._has_ended:
+            self._refuse_calls()
+        return future
+
+    async def ask(self, function: Callable[[], T]) -> T:
+        """Call a function between two steps; raise its BatonError here, not on the loop's thread.
+
+        Other exceptions end the loop, as in `call`.
+        """
+
+        def answer() -> tuple[T | None, BatonError | None]:
+            try:
+                return function(), None
+            except BatonError as error:
+                return None, error
+
+        result, error = await asyncio.wrap_future(self.call(answer))
+        if error is not None:
+            raise error
+        return cast("T", result)
 
     @property
     def rounds(self) -> Rounds:
@@ -68,6 +107,7 @@ class EngineLoop:
             while not self._stopping:
                 self._wake.clear()
                 self._in_round = True
+                self._do_calls()
                 busy = self._step()
                 self._num_rounds += 1
                 if not busy:
@@ -79,8 +119,33 @@ class EngineLoop:
         except BaseException as error:  # also Rust panics, which are no `Exception`
             death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
             self._on_death(death)  # first, because dumping may fail without memory or disk
+            self._end()
             logger.critical("the engine cannot continue", exc_info=error)
             self._after_death(death)
+        self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._refuse_calls()
+
+    def _do_calls(self) -> None:
+        while self._calls:
+            future, function = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():  # cancelled
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # a panic in Rust is no `Exception`
+                future.set_exception(error)
+                raise
+
+    def _refuse_calls(self) -> None:
+        """Fail the calls that no step will follow any more; safe from any thread."""
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while self._calls:
+                future, _ = self._calls.popleft()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineDeadError("the engine has stopped"))
 
     def _do_idle_work(self) -> bool:
         """Do a little idle work; an exception ends this work, not the engine."""

@@ -1,0 +1,492 @@
+"""AsyncLLM: the engine in one process for asyncio. One thread steps it, any number of tasks wait.
+
+    from baton import AsyncLLM
+    async with AsyncLLM("examples/demo_model") as llm:
+        async for piece in llm.stream("def read_config(path):"):
+            print(piece.text, end="")
+
+task ── call ──> the engine's thread, which steps an `LLM` ── news of a step ──> the task's loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self, TypeVar
+
+from baton.adapters.digest import AdapterDigest
+from baton.api.changes import SleepLevel, WhenOpen, read_choice
+from baton.api.errors import BatonError, EngineDeadError, InvalidRequestError
+from baton.api.outputs import Completion, TextDelta
+from baton.api.sampling_params import SamplingParams
+from baton.text.tokenizer import Tokenizer
+from engine.core.metrics import EngineMetrics
+from engine.core.request import Request
+from engine.engine import Engine
+from engine.engine_loop import EngineLoop
+from engine.offline.answer import Answer
+from engine.offline.llm import (
+    LLM,
+    Conversation,
+    Prompt,
+    adapter_per_prompt,
+    as_list,
+    params_per_prompt,
+)
+from engine.offline.weights_source import WeightsSource, open_source
+
+T = TypeVar("T")
+
+ENGINE_THREAD = "engine"
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """Results of a step for one call.
+
+    Attributes:
+        pieces: new pieces, if the call streams.
+        is_last: whether all answers of the call have ended.
+        error: why the call cannot go on.
+    """
+
+    pieces: Sequence[TextDelta] = ()
+    is_last: bool = False
+    error: BatonError | None = None
+
+
+class _Call:
+    """One prompt's outputs, on their way from the engine's thread to a task on this loop.
+
+    Args:
+        requests: one per wanted output.
+        streams: whether the task reads the outputs piece by piece.
+
+    Attributes:
+        loop: the task's loop.
+        is_read: whether the task has read the last news.
+        answers: the outputs so far; changed by the engine's thread until the last news.
+    """
+
+    def __init__(self, requests: list[Request], *, streams: bool) -> None:
+        self.requests, self.streams = requests, streams
+        self.loop = asyncio.get_running_loop()
+        self.is_read = False
+        self.answers: list[Answer] = []
+        self._news: asyncio.Queue[_News] = asyncio.Queue()
+
+    def take_news(self) -> _News | None:
+        """Return what is new since the last call, on the engine's thread; None: nothing."""
+        pieces = [piece for answer in self.answers for piece in answer.take_unread()]
+        is_last = all(answer.ended for answer in self.answers)
+        error = next((answer.error for answer in self.answers if answer.error is not None), None)
+        return _News(pieces, is_last, error) if pieces or is_last or error else None
+
+    def put(self, news: _News) -> None:
+        """Give news to the task; call on the task's loop."""
+        self._news.put_nowait(news)
+
+    async def read(self) -> AsyncIterator[TextDelta]:
+        """Yield the pieces until the last answer has ended; raises the error of an answer."""
+        while not self.is_read:
+            news = await self._news.get()
+            self.is_read = news.is_last or news.error is not None
+            for piece in news.pieces:
+                yield piece
+            if news.error is not None:
+                raise news.error
+
+
+class _Held(NamedTuple):
+    """Calls that wait for the end of a change, and the names of their adapters."""
+
+    calls: Sequence[_Call]
+    adapters: set[str]
+
+
+class AsyncLLM:
+    """Completes prompts for asyncio: the tasks of one or several event loops share one engine.
+
+    Loading blocks, as with `LLM`: make it before the loop starts, or with ``asyncio.to_thread``.
+
+    Args:
+        model: a folder in Hugging Face format, a GGUF file, or a hub id.
+        chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
+        adapters: LoRA adapters to load, by name; see `load_adapter`.
+        options: fields of EngineConfig, such as ``dtype="float32"``.
+
+    Raises:
+        ModelLoadError: the model cannot be found or loaded.
+        ConfigError: an option is wrong.
+        AdapterError: an adapter's files are wrong, or do not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        chat_template: Any = None,
+        adapters: Any = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
+        self._llm = LLM(model, chat_template=chat_template, adapters=adapters, **options)
+        self._open: set[_Call] = set()  # changed by the engine's thread
+        self._death = ""
+        # During a change of the engine, and during sleep, new calls are held.
+        self._held: list[_Held] = []
+        self._holds = False
+        self._current: object | None = None  # the change in progress
+        engine = self.engine
+        self._thread = EngineLoop(
+            self._step, self._die, name=ENGINE_THREAD, when_idle=engine.do_idle_work
+        )
+        engine.wake_with(self._thread.wake)
+        self._thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine; only its thread may change it."""
+        return self._llm.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the checkpoint's tokenizer; None if it has none."""
+        return self._llm.tokenizer
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str] = "",
+    ) -> list[Completion]:
+        """Complete each prompt; arguments and results are those of `LLM.generate`.
+
+        Cancelling the task aborts its requests.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is outside its limit.
+            OverloadedError: a grammar cannot be compiled now.
+            DamagedModelError: the model computed NaN or infinite logits.
+            EngineDeadError: the engine cannot continue, or was closed.
+        """
+        prompt_list = as_list(prompts)
+        params_list = params_per_prompt(sampling_params, len(prompt_list))
+        names = adapter_per_prompt(adapter, len(prompt_list))
+        calls = [
+            self._make_call(prompt, params, name, streams=False)
+            for prompt, params, name in zip(prompt_list, params_list, names, strict=True)
+        ]
+        try:
+            await self._begin(calls, set(names))
+            for call in calls:
+                async for _ in call.read():
+                    pass
+        finally:
+            self._leave(calls)
+        return [answer.completion() for call in calls for answer in call.answers]
+
+    async def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str] = "",
+    ) -> list[Completion]:
+        """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
+
+        Args:
+            conversations: lists of messages with a ``role`` and a ``content``; one or many.
+        """
+        prompts = self._llm.encode_chats(conversations)
+        return await self.generate(prompts, sampling_params, adapter=adapter)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        adapter: str = "",
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Complete one prompt, piece by piece; raises as `generate`, on the first iteration.
+
+        The pieces of several outputs (``SamplingParams.n``) are interleaved. Cancelling the task
+        or closing the iterator (``aclose``) aborts the request.
+        """
+        call = self._make_call(prompt, sampling_params or SamplingParams(), adapter, streams=True)
+        try:
+            await self._begin([call], {adapter})
+            async for piece in call.read():
+                yield piece
+        finally:
+            self._leave([call])
+
+    async def abort(self, request_id: str) -> None:
+        """End an output with the tokens so far: its last piece has ``FinishReason.ABORT``.
+
+        Does nothing if the output has ended.
+
+        Args:
+            request_id: ``TextDelta.request_id`` of the output.
+        """
+
+        def abort() -> None:
+            self._llm.abort_answer(request_id)
+            self._tell()
+
+        await self._thread.ask(abort)
+
+    async def load_adapter(
+        self, name: str, source: str | Path, *, pinned: bool = False
+    ) -> AdapterDigest:
+        """Load a LoRA adapter between two steps; see `LLM.load_adapter`."""
+        load = functools.partial(self._llm.load_adapter, name, source, pinned=pinned)
+        return await self._thread.ask(load)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; see `LLM.unload_adapter`."""
+        await self._thread.ask(functools.partial(self._llm.unload_adapter, name))
+
+    @property
+    def weights(self) -> str:
+        """Return the version of the weights that compute: the digest of their files."""
+        return self._llm.weights
+
+    async def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
+        """Compute with other weights of the same model from now on; return their version.
+
+        Requests go on with the old weights while the new ones are loaded and checked. Requests that
+        come from then on wait, and begin with the new weights. See `LLM.update_weights`.
+
+        Args:
+            source: as for `LLM.update_weights`.
+            when: what becomes of open requests once the new weights are loaded: ``drain``: they end
+                with the old weights. ``abort``: they end with the tokens so far.
+
+        Raises:
+            InvalidRequestError: the weights cannot be used, or another change is going on.
+        """
+        how, weights = read_choice(WhenOpen, "when", when), self._llm.served_weights
+        new = await asyncio.to_thread(open_source, source, weights.folder)
+        try:
+            return await self._change(how, weights.use, lambda: weights.begin(new))
+        except BaseException:
+            if not weights.has(new):
+                new.close()
+            raise
+
+    async def pause(self) -> None:
+        """Compute nothing until `resume`: open requests stand still, and new ones wait."""
+        await self._thread.ask(self._llm.pause)
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self._thread.ask(self._llm.resume)
+
+    async def sleep(self, level: str = "host", *, when: str = "drain") -> None:
+        """Give memory back until `wake`; requests that come meanwhile wait. See `LLM.sleep`."""
+        kind, how = read_choice(SleepLevel, "level", level), read_choice(WhenOpen, "when", when)
+        await self._change(how, functools.partial(self._llm.served_weights.sleep, kind))
+
+    async def wake(self) -> None:
+        """End a sleep, with the same weights; see `LLM.wake`."""
+        weights, how = self._llm.served_weights, WhenOpen.DRAIN
+        if weights.keeps_weights:
+            await self._change(how, weights.wake)
+        else:
+            await self._change(how, weights.use, weights.wake)
+
+    def metrics(self) -> EngineMetrics:
+        """Return the engine's metrics; safe from any thread."""
+        return self._llm.metrics()
+
+    async def close(self) -> None:
+        """End the engine; calls that wait raise EngineDeadError. May be called twice."""
+        await asyncio.to_thread(self._close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------ on the tasks' loops
+
+    def _make_call(
+        self, prompt: Prompt, params: SamplingParams, adapter: str, *, streams: bool
+    ) -> _Call:
+        """Check a prompt and make its call; raises InvalidRequestError."""
+        requests = self._llm._make_choices(prompt, params, adapter, compiles_grammar=False)
+        return _Call(requests, streams=streams)
+
+    async def _begin(self, calls: Sequence[_Call], adapters: set[str]) -> None:
+        """Submit calls to the engine between two steps.
+
+        Raises:
+            AdapterError: an adapter's files have changed since they were read first.
+            OverloadedError: there are too few slots for the adapters.
+            EngineDeadError: the engine cannot continue, or was closed.
+        """
+
+        def begin() -> None:
+            if self._holds:
+                self._held.append(_Held(calls, adapters))
+            else:
+                self._begin_now(calls, adapters)
+
+        if self._death:
+            raise EngineDeadError(self._death)
+        await self._thread.ask(begin)
+
+    def _leave(self, calls: Iterable[_Call]) -> None:
+        """Abort what is open of calls that their task reads no longer."""
+        left = [call for call in calls if not call.is_read]
+        if not left:
+            return
+
+        def abort() -> None:
+            self._held = [one for one in self._held if not set(left) & set(one.calls)]
+            for call in left:
+                if call in self._open:
+                    self._abort(call)
+
+        self._thread.call(abort)
+
+    async def _change(
+        self, how: WhenOpen, apply: Callable[[], T], begin: Callable[[], object] | None = None
+    ) -> T:
+        """Change the engine once no request is open.
+
+        Args:
+            apply: makes the change, on the engine's thread.
+            begin: begins to load weights, which must be ready before open requests are ended.
+
+        Raises InvalidRequestError if another change is going on, or what ``apply`` raises.
+        """
+        ask, change = self._thread.ask, object()
+        try:
+            await ask(functools.partial(self._start_change, change, how))
+            if begin is not None:
+                await ask(begin)
+                await self._wait_for(self._llm.served_weights.is_ready)
+            await ask(functools.partial(self._hold, how))
+            await self._wait_for(self._is_idle)
+            return await ask(apply)
+        finally:
+            self._thread.call(functools.partial(self._end_change, change))
+
+    async def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition is true on the engine's thread."""
+        while not await self._thread.ask(condition):  # noqa: ASYNC110  # true between two steps
+            await asyncio.sleep(_POLL_S)
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def _step(self) -> bool:
+        """Run a step if there is anything to compute; return whether to step again at once."""
+        engine = self.engine
+        if self._is_idle() or (self._llm.is_paused and engine.requests):
+            return False
+        self._llm._step()
+        self._tell()
+        return engine.has_work or engine.step_in_flight
+
+    def _is_idle(self) -> bool:
+        return not (self.engine.requests or self.engine.step_in_flight)
+
+    def _begin_now(self, calls: Sequence[_Call], adapters: set[str]) -> None:
+        self._llm._load_named(adapters)
+        for call in calls:
+            call.answers = self._llm._begin(call.requests, streams=call.streams)
+            self._open.add(call)
+
+    def _start_change(self, change: object, how: WhenOpen) -> None:
+        """Note that the engine is changing; raises InvalidRequestError if it cannot now."""
+        if self._current is not None:
+            raise InvalidRequestError("engine", "is changing already; wait for the other change")
+        self._llm.check_drains(how)
+        self._current = change
+
+    def _hold(self, how: WhenOpen) -> None:
+        """Let new calls wait, and end the open ones."""
+        self._holds = True
+        if how is WhenOpen.ABORT:
+            for call in self._open:
+                for request in call.requests:
+                    self._llm.abort_answer(request.request_id)
+            self._tell()
+
+    def _end_change(self, change: object) -> None:
+        """Forget weights that are not used, and begin the calls that waited, unless asleep."""
+        if self._current is not change:  # it was refused or cancelled before it started
+            return
+        weights = self._llm.served_weights
+        weights.drop()
+        self._current = None
+        self._holds = weights.is_asleep
+        if self._holds:
+            return
+        held, self._held = self._held, []
+        for one in held:
+            try:
+                self._begin_now(one.calls, one.adapters)
+            except BatonError as error:
+                for call in one.calls:
+                    _send(call, _News(error=error))
+
+    def _tell(self) -> None:
+        """Give each task its news, in one message per loop."""
+        by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[_Call, _News]]](list)
+        for call in list(self._open):
+            news = call.take_news()
+            if news is not None:
+                by_loop[call.loop].append((call, news))
+                if news.is_last or news.error:
+                    self._abort(call)  # after an error, other outputs of its prompt are open
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_hand_out, items)
+            except RuntimeError:  # the loop is closed: nobody waits
+                for call, _ in items:
+                    self._abort(call)
+
+    def _abort(self, call: _Call) -> None:
+        """Forget a call, and end its open requests."""
+        self._open.discard(call)
+        for request in call.requests:
+            self._llm._end(request.request_id)
+
+    def _die(self, error: Exception) -> None:
+        self._end_calls(f"the engine has failed: {error}")
+
+    def _end_calls(self, why: str) -> None:
+        """Fail all open calls, and later ones."""
+        self._death = self._death or why
+        held = [call for one in self._held for call in one.calls]
+        for call in [*self._open, *held]:
+            _send(call, _News(error=EngineDeadError(why)))
+        self._open.clear()
+        self._held.clear()
+
+    def _close(self) -> None:
+        self._thread.stop()
+        self._end_calls("the engine was closed")
+        self.engine.close()
+        self._llm.served_weights.close()
+
+
+def _send(call: _Call, news: _News) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        call.loop.call_soon_threadsafe(call.put, news)
+
+
+def _hand_out(items: Iterable[tuple[_Call, _News]]) -> None:
+    for call, news in items:
+        call.put(news)

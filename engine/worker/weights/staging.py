@@ -1,0 +1,57 @@
+"""Staging: loads new weights on a thread of their own, while steps compute with the old ones.
+
+Refuses to know: how weights are loaded and used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.api.errors import BatonError
+from engine.worker.drafting.make_drafting import AnyDrafter
+from models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """A model whose weights are loaded, and the drafter that belongs to them."""
+
+    model: CausalLM
+    drafter: AnyDrafter | None
+
+
+class Staging:
+    """One attempt to load new weights; begins at once.
+
+    Args:
+        load: loads and checks the weights, on the new thread.
+
+    Attributes:
+        loaded: the weights; None: not loaded yet, or not usable.
+        problem: why the weights are not usable; empty: they are; None: they are still loading.
+    """
+
+    def __init__(self, load: Callable[[], LoadedWeights]) -> None:
+        self.loaded: LoadedWeights | None = None
+        self.problem: str | None = None
+        self._load = load
+        threading.Thread(target=self._run, name="load-weights", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.loaded = self._load()
+            self.problem = ""
+        except BatonError as error:
+            self.problem = str(error)
+        except (MemoryError, torch.OutOfMemoryError):
+            self.problem = "weights: do not fit in memory beside the old ones"
+        except Exception as error:  # the old weights serve on
+            logger.exception("new weights cannot be loaded")
+            self.problem = f"weights: cannot be loaded: {error}"

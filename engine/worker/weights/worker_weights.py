@@ -1,0 +1,145 @@
+"""WorkerWeights: new weights for a worker, and its sleep.
+
+                   begin          use
+    old weights ────────> staged ─────> new weights          drop: staged ──> old weights
+                  sleep                                       begin + use, or wake
+    awake ───────────────> asleep ──────────────────────────> awake
+
+A model on a CPU has its weights in host memory already, so a sleep that keeps weights gives back
+the memory of the KV cache alone. Refuses to know: files, requests, how a model computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from baton.api.changes import SleepLevel
+from baton.api.errors import InvalidRequestError
+from engine.worker.kv_cache import KVMemory
+from engine.worker.weights.staging import LoadedWeights, Staging
+from models.base import CausalLM
+from models.layers.linear import QuantizedLinear
+from models.loading.stored_weights import release_pages
+
+
+class WorkerWeights:
+    """The weights of one worker. Used by the thread that computes, between steps.
+
+    Args:
+        memory: memory of the KV cache; empty of content whenever weights change.
+        loaded: the weights that compute.
+        load: loads weights from a folder, on any thread; raises BatonError.
+        use: makes the worker compute with other weights; None: with none.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        loaded: LoadedWeights,
+        load: Callable[[Path, bool], LoadedWeights],
+        use: Callable[[LoadedWeights | None], None],
+    ) -> None:
+        self._memory, self._load, self._use_weights = memory, load, use
+        self._loaded: LoadedWeights | None = loaded
+        self._computes = True  # whether the worker has the loaded weights in use
+        self._kv_scales = loaded.model.kv_scales
+        self._staging: Staging | None = None
+        self._kv_bytes = memory.tensor.nbytes
+
+    def begin(self, folder: Path, *, is_kept: bool) -> None:
+        """Begin to load new weights beside the old ones."""
+        self._staging = Staging(lambda: self._load_fitting(folder, is_kept))
+
+    @property
+    def problem(self) -> str | None:
+        """Return why the new weights cannot be used; empty: they can; None: they still load."""
+        assert self._staging is not None, "no weights were begun"
+        return self._staging.problem
+
+    def use(self) -> None:
+        """Compute with the new weights; the old ones are freed."""
+        assert self._staging is not None, "no weights were begun"
+        loaded = self._staging.loaded
+        assert loaded is not None, self._staging.problem
+        self._take_kv_memory()
+        self._let_go()
+        self._loaded, self._staging = loaded, None
+        self._compute_with(loaded)
+
+    def drop(self) -> None:
+        """Forget the new weights."""
+        self._staging = None
+
+    def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
+        """Give back the KV cache's memory, unless it is kept, and weights by level.
+
+        Raises InvalidRequestError, with nothing changed, if the weights cannot move to the host.
+        """
+        loaded, tensor = self._loaded, self._memory.tensor
+        assert loaded is not None, "asleep already"
+        if level is SleepLevel.HOST and tensor.is_cuda:
+            _check_moves(loaded.model)
+            self._let_go()
+            _module(loaded.model).to("cpu")
+        elif level is SleepLevel.DROPPED:
+            self._loaded = None
+            self._let_go()
+        del loaded
+        if keeps_kv_memory:
+            return
+        if tensor.is_cuda:
+            tensor.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()
+        else:
+            release_pages(tensor)  # they read as zeros afterwards
+
+    def wake(self) -> None:
+        """Compute again with the weights that a sleep kept."""
+        assert self._loaded is not None, "the weights were dropped"
+        self._take_kv_memory()
+        if self._memory.tensor.is_cuda:
+            _module(self._loaded.model).to(self._memory.tensor.device)
+            self._compute_with(self._loaded)
+
+    def _compute_with(self, loaded: LoadedWeights) -> None:
+        self._use_weights(loaded)
+        self._computes = True
+
+    def _let_go(self) -> None:
+        """Stop computing with the old weights, if the worker does."""
+        if self._computes:
+            self._use_weights(None)
+        self._computes = False
+
+    def _take_kv_memory(self) -> None:
+        """Allocate the KV cache's memory again, if a sleep freed it."""
+        storage = self._memory.tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._kv_bytes)
+            self._memory.tensor.zero_()
+
+    def _load_fitting(self, folder: Path, is_kept: bool) -> LoadedWeights:
+        """Load weights that fit the KV cache; raises BatonError."""
+        loaded = self._load(folder, is_kept)
+        if loaded.model.kv_scales != self._kv_scales:
+            raise InvalidRequestError(
+                "weights", "have other scales of keys and values than those that serve"
+            )
+        return loaded
+
+
+def _module(model: CausalLM) -> nn.Module:
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _check_moves(model: CausalLM) -> None:
+    """Raise InvalidRequestError if a layer's weights cannot be moved."""
+    if any(isinstance(one, QuantizedLinear) for one in _module(model).modules()):
+        raise InvalidRequestError(
+            "level", "must be dropped, as weights of few bits stay on the GPU, got host"
+        )

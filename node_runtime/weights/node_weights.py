@@ -1,0 +1,123 @@
+"""NodeWeights: changes the weights of a node's engine, between two steps.
+
+Refuses to know: routers. Whoever calls `use` or `sleep` sees to it that no router places requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from baton.api.changes import SleepLevel
+from baton.api.errors import InvalidRequestError
+from baton.checkpoint.new_weights import open_weights_of
+from engine.engine import Engine
+from engine.weights import ServedWeights
+from node_runtime.node_adapters import AskEngine
+
+T = TypeVar("T")
+
+
+class NodeWeights:
+    """The weights of a node.
+
+    Args:
+        engine: the engine, which `ask_engine` reaches between two steps.
+        served: the engine's weights.
+        ask_engine: calls a function on the engine's thread; see `EngineLoop.ask`.
+        root: folder below which new weights must lie; None: none may be loaded.
+        on_used: called on the engine's thread when other weights compute.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        served: ServedWeights,
+        ask_engine: AskEngine,
+        root: Path | None,
+        on_used: Callable[[], None],
+    ) -> None:
+        self._engine, self._served, self._ask = engine, served, ask_engine
+        self._root, self._on_used = root, on_used
+
+    @property
+    def digest(self) -> str:
+        """Return the version of the weights that compute, or computed before a sleep."""
+        return self._served.digest
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the engine can compute nothing."""
+        return self._served.is_asleep
+
+    async def begin(self, source: str) -> str:
+        """Begin to load new weights while steps go on; return their version.
+
+        Args:
+            source: path below the node's root.
+
+        Raises InvalidRequestError if the weights belong to another model, or none may be loaded.
+        """
+        path = self._find(source)
+        new = await asyncio.to_thread(open_weights_of, path, self._served.folder)
+        try:
+            await self._ask(lambda: self._served.begin(new))
+        except BaseException:
+            new.close()
+            raise
+        return new.digest
+
+    async def is_ready(self) -> bool:
+        """Return whether the new weights are loaded and checked; raises InvalidRequestError."""
+        return await self._ask(self._served.is_ready)
+
+    async def drop(self) -> None:
+        """Forget the new weights."""
+        await self._ask(self._served.drop)
+
+    async def use(self) -> bool:
+        """Compute with the new weights, unless a request is open; return whether it was done."""
+
+        def use() -> None:
+            self._served.use()
+            self._on_used()
+
+        return await self._ask(lambda: self._if_idle(use))
+
+    async def sleep(self, level: SleepLevel) -> bool:
+        """Let the weights go, unless a request is open; return whether it was done.
+
+        The memory of the KV cache stays, as peers' network devices may have it mapped.
+        """
+        return await self._ask(
+            lambda: self._if_idle(lambda: self._served.sleep(level, keeps_kv_memory=True))
+        )
+
+    async def wake(self) -> bool:
+        """End a sleep; return False if weights are being loaded, which `use` must follow."""
+        return await self._ask(self._served.wake)
+
+    def _if_idle(self, change: Callable[[], None]) -> bool:
+        if self._engine.requests or self._engine.step_in_flight:
+            return False
+        change()
+        return True
+
+    def _find(self, source: str) -> Path:
+        """Return the path of a source below the root; raises InvalidRequestError."""
+        shown = f"{source!r:.200}"
+        if self._root is None:
+            raise InvalidRequestError("weights", "this node takes none: it has no --weights-root")
+        root = self._root.resolve()
+        try:
+            path = (root / source).resolve()
+            is_there = path.exists()
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError("weights", f"{shown}: is not a usable path") from error
+        if not path.is_relative_to(root):
+            raise InvalidRequestError("weights", f"{shown}: leads out of --weights-root")
+        if not is_there:
+            raise InvalidRequestError("weights", f"{shown}: is not below --weights-root")
+        return path
