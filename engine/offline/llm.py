@@ -90,7 +90,7 @@ class LLM:
         *,
         chat_template: Any = None,
         adapters: Any = MappingProxyType({}),
-        pooling: str = AUTO,
+        pooling: Any = AUTO,
         **options: Any,
     ) -> None:
         folder = find_model_folder(str(model))
