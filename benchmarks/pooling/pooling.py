@@ -240,8 +240,9 @@ def _difference(files: Mapping[str, Path]) -> float | None:
     if not all(file.exists() for file in files.values()):
         return None
     ours, theirs = (json.loads(file.read_text()) for file in files.values())
-    return max(
+    found: float = max(
         abs(mine - other)
         for one, another in zip(ours, theirs, strict=True)
         for mine, other in zip(one, another, strict=True)
     )
+    return found

@@ -7,7 +7,7 @@ from itertools import islice, product
 from string import ascii_lowercase
 
 # Case -> number of texts, and words of each; a word is a token.
-CASES = {"64 tokens": (256, 64), "512 tokens": (32, 512)}
+CASES = {"64 tokens": (128, 64), "512 tokens": (16, 512)}
 BATCH = 32  # texts of a request, or of a batch
 _NUM_WORDS = 10_000
 

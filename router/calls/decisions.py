@@ -95,7 +95,8 @@ def _decision(request_id: str, noted: _Noted) -> Decision:
         max_tokens=noted.max_tokens,
         num_cached_tokens=placement.num_cached_tokens,
         prefill_node=placement.prefill.node_name if placement.prefill else "",
-        decode_node=placement.decode.node_name,
+        # A pooled call's prefill node is paired with itself.
+        decode_node=placement.decode.node_name if placement.decode is not placement.prefill else "",
         candidates=placement.explain(),
         is_probe=placement.is_probe,
         forecast=noted.forecast,
