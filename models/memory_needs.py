@@ -34,11 +34,11 @@ _FORMATS = {
 # Formats in which the head has another format than the layers.
 _HEADS_FORMATS = {"int4": "int8", "fp8": "int8"}
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Bytes per weight of a GGUF file's types in memory: codes of 4 or 8 bits, and group scales.
+# Bytes per weight of a GGUF file's types in memory: codes of 4, 6 or 8 bits, and group scales.
 _KEPT_BYTES = {
-    **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 1.0625},
-    **{"Q5_1": 1.125, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
-    **{"Q5_K": 1.078125, "Q6_K": 1.0703125, "IQ4_NL": 1.0625, "IQ4_XS": 1.0390625},
+    **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.8125},
+    **{"Q5_1": 0.875, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
+    **{"Q5_K": 0.828125, "Q6_K": 0.8203125, "IQ4_NL": 1.0625, "IQ4_XS": 1.0390625},
     "MXFP4": 0.5625,
 }
 _EMBEDDING = "token_embd.weight"

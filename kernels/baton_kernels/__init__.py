@@ -16,6 +16,7 @@ from baton_kernels.low_rank import LowRank, LowRankPart, LowRankSlots, LowRankSp
 from baton_kernels.ops import Ops
 from baton_kernels.packed import (
     E2M1_TWICE,
+    FORMATS_OF_ROWS,
     CodeLayout,
     Float8Rows,
     GroupedIntegers,
@@ -76,6 +77,7 @@ packed_experts = _ops.packed_experts
 
 __all__ = [
     "E2M1_TWICE",
+    "FORMATS_OF_ROWS",
     "FP8",
     "CodeLayout",
     "Float8Rows",

@@ -23,7 +23,8 @@ INPUT_BLOCK = 64
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
 FLOAT8_GROUP = 128  # float8: a multiple of this many inputs has one scale
-_STEP = 8  # codes are padded to a multiple of this many inputs
+# Bits of a code -> the number of inputs whose multiples rows are padded to.
+_STEPS = {8: 8, 6: 16, 4: 8}
 # Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled as 1 stands for 0.5; in the order of
 # codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -44,6 +45,9 @@ class WeightFormat(Enum):
     # Codes of 8 bits; rows that Baton rounds have a bfloat16 scale per 128 inputs. Inputs are also
     # rounded to 8 bits.
     INT8 = "int8"
+    # Codes of 6 bits, only for integers that a checkpoint has in groups. Inputs are rounded to 8
+    # bits.
+    INT6 = "int6"
     # Codes of 4 bits; rows that Baton rounds have an 8-bit scale and minimum per 32 inputs. Inputs
     # are rounded to 8 bits.
     INT4 = "int4"
@@ -51,7 +55,7 @@ class WeightFormat(Enum):
     @property
     def code_bits(self) -> int | None:
         """Return the bits of a code; None if weights are not codes."""
-        return {WeightFormat.INT8: 8, WeightFormat.INT4: 4}.get(self)
+        return _CODE_BITS.get(self)
 
     @property
     def keeps_numbers(self) -> bool:
@@ -70,6 +74,8 @@ class WeightFormat(Enum):
         return formats.get(dtype)
 
 
+_CODE_BITS = {WeightFormat.INT8: 8, WeightFormat.INT6: 6, WeightFormat.INT4: 4}
+_FORMATS_OF_BITS = {bits: format_ for format_, bits in _CODE_BITS.items()}
 _ELEMENTS = {
     WeightFormat.FP32: torch.float32,
     WeightFormat.BF16: torch.bfloat16,
@@ -77,6 +83,8 @@ _ELEMENTS = {
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
     WeightFormat.FP8: FLOAT8,
 }
+# Formats that rows of floating-point numbers can be packed in.
+FORMATS_OF_ROWS = tuple(one for one in WeightFormat if one != WeightFormat.INT6)
 # Formats with one scale per output -> the number that the output's largest weight becomes.
 _LARGEST = {WeightFormat.INT8_WEIGHT_ONLY: INT8_LIMIT, WeightFormat.FP8: torch.finfo(FLOAT8).max}
 _PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
@@ -87,7 +95,7 @@ class CodeLayout:
     """Layout of a weight's codes, and of its groups' scales, minima and factors.
 
     Attributes:
-        format: `INT8` or `INT4`; or `FP8`, whose groups have only float32 scales.
+        format: `INT8`, `INT6` or `INT4`; or `FP8`, whose groups have only float32 scales.
         group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; for
             `FP8`, a multiple of `FLOAT8_GROUP`.
         scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
@@ -165,9 +173,10 @@ class GroupedIntegers:
     A weight is ``number * scale``, or with minima ``number * scale + minimum``.
 
     Attributes:
-        bits: bits of a number: 4 or 8.
-        numbers: ``[n, in_features]``. Without minima, int8: -8 to 7 for 4 bits, -128 to 127 for 8.
-            With minima, uint8: 0 to 15 for 4 bits, 0 to 255 for 8. With ``is_e2m1``, -12 to 12.
+        bits: bits of a number: 4, 6 or 8.
+        numbers: ``[n, in_features]``. Without minima, int8: -8 to 7 for 4 bits, -32 to 31 for 6,
+            -128 to 127 for 8. With minima, uint8: 0 to 15 for 4 bits, 0 to 63 for 6, 0 to 255 for
+            8. With ``is_e2m1``, -12 to 12.
         groups: scales and minima of the rows.
         group_size: neighbouring inputs with one scale, see `CodeLayout`; or a row's whole size.
         is_e2m1: whether the numbers are values of e2m1 (4 bits), doubled.
@@ -191,7 +200,7 @@ class GroupedIntegers:
             groups: scales and minima of the rows, or scales alone.
             group_size: neighbouring inputs that share a scale.
         """
-        in_features, fits = numbers.shape[1], bits in (4, 8)
+        in_features, fits = numbers.shape[1], bits in _FORMATS_OF_BITS
         if isinstance(groups, Tensor):
             groups = Groups(groups)
         if groups.scales.shape[1] == 1:  # one group, whatever its nominal size
@@ -211,7 +220,7 @@ class GroupedIntegers:
     @property
     def layout(self) -> CodeLayout:
         """Return the codes' layout, which all parts of one weight must share."""
-        groups, format_ = self.groups, WeightFormat.INT4 if self.bits == 4 else WeightFormat.INT8
+        groups, format_ = self.groups, _FORMATS_OF_BITS[self.bits]
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
         types = (groups.scales.dtype, minima, factors)
@@ -369,9 +378,11 @@ class PackedWeight:
     for instructions that multiply pairs: ``[panel, pair, output, 2]``.
 
     Codes are stored as ``[panel, step, output, 4 bytes]``. A step has 4 inputs of 8 bits, or 8
-    inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. A weight is
-    ``(code - 2 ** (bits - 1)) * scale``, or with minima ``code * scale + minimum``. Codes of e2m1
-    are indexes into `E2M1_TWICE`. Products with codes round the inputs, see `rounded_inputs`.
+    inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. 16 inputs
+    of 6 bits take three steps. Two have bits 0 to 3 of each code, like steps of 4 bits. Byte i of
+    the third has bits 4 and 5 of inputs i, i + 4, i + 8, i + 12, from the lowest bits on. A weight
+    is ``(code - 2 ** (bits - 1)) * scale``, or with minima ``code * scale + minimum``. Codes of
+    e2m1 are indexes into `E2M1_TWICE`. Products with codes round the inputs, see `rounded_inputs`.
     """
 
     format: WeightFormat
@@ -442,9 +453,10 @@ class PackedWeight:
         scales = torch.zeros(out_features) if format in _LARGEST and layout is None else None
         if format.code_bits:
             assert layout is not None
-            steps = -(-in_features // _STEP) * format.code_bits // _QUAD
+            step = _STEPS[format.code_bits]
+            steps = -(-in_features // step) * step * format.code_bits // (8 * _QUAD)
             panels = empty(num_panels, steps, width, _QUAD, dtype=format.element)
-            filling = 128 if format.code_bits == 8 else 8 | 8 << 4
+            filling = 8 | 8 << 4 if format.code_bits == 4 else 128
             groups = _empty_groups(num_panels, in_features, width, layout, empty, first_filled)
         elif format in _PAIRED:
             pairs = -(-in_features // _PAIR)
@@ -539,9 +551,7 @@ class PackedWeight:
         if self.format == WeightFormat.FP8:
             rows = rows.contiguous().view(FLOAT8).float()
         if bits:  # rows: [..., steps, 4]
-            if bits == 4:
-                rows = torch.stack([rows & 15, rows >> 4], dim=-2).flatten(-3, -2)
-            rows = rows.flatten(-2)[..., : self.in_features].float()
+            rows = _split_codes(bits, rows).flatten(-2)[..., : self.in_features].float()
         if self.groups is not None:
             of_rows = self.groups.map(lambda one: _take_rows(one, ids))  # [..., groups]
             scales, minima = of_rows.widened(self.group_size)
@@ -709,6 +719,26 @@ def _multiples_of_factors(numbers: Tensor, layout: CodeLayout) -> tuple[Tensor, 
 def _bytes_of_codes(rows: GroupedIntegers) -> Tensor:
     """Return ``[n, steps, 4]`` uint8."""
     codes = rows.codes()
-    codes = functional.pad(codes, (0, -codes.shape[1] % _STEP), value=2 ** (rows.bits - 1))
+    filling = 2 ** (rows.bits - 1)
+    codes = functional.pad(codes, (0, -codes.shape[1] % _STEPS[rows.bits]), value=filling)
     quads = codes.view(len(codes), -1, _QUAD)
-    return quads[:, 0::2] | quads[:, 1::2] << 4 if rows.bits == 4 else quads
+    if rows.bits == 8:
+        return quads
+    low = quads[:, 0::2] & 15 | quads[:, 1::2] << 4
+    if rows.bits == 4:
+        return low
+    highest = [quads[:, i::4] >> 4 << 2 * i for i in range(4)]  # [n, in_features / 16, 4] each
+    third = highest[0] | highest[1] | highest[2] | highest[3]
+    return torch.cat([low.view(len(low), -1, 2, _QUAD), third.unsqueeze(2)], dim=2).flatten(1, 2)
+
+
+def _split_codes(bits: int, steps: Tensor) -> Tensor:
+    """Return the codes of `_bytes_of_codes`, four by four: ``[..., quads, 4]``."""
+    if bits == 8:
+        return steps
+    if bits == 4:
+        return torch.stack([steps & 15, steps >> 4], dim=-2).flatten(-3, -2)
+    first, second, third = steps.reshape(*steps.shape[:-2], -1, 3, _QUAD).unbind(-2)
+    low = (first & 15, first >> 4, second & 15, second >> 4)
+    quads = [one | (third >> 2 * i & 3) << 4 for i, one in enumerate(low)]
+    return torch.stack(quads, dim=-2).flatten(-3, -2)

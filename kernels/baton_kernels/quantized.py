@@ -89,7 +89,7 @@ class GroupedWeight:
         cls, out_features: int, like: GroupedIntegers, device: torch.device | str
     ) -> GroupedWeight:
         """Allocate a weight in the layout of ``like``, to be filled with rows."""
-        in_features, bits = like.numbers.shape[1], like.bits
+        in_features, bits = like.numbers.shape[1], 4 if like.bits == 4 else 8
         chunks = -(-in_features // (SIDE * _WORD_BITS // bits))
         codes = torch.empty(chunks, out_features, SIDE, dtype=torch.int32, device=device)
 

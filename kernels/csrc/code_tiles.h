@@ -23,24 +23,6 @@
 
 #if TILES_OF_CODES
 
-/* Unpack a panel's codes of `num_inputs` inputs to bytes without offset: [input / 4][PANEL][4]. */
-INLINE void unpack_codes(int type, int32_t offset, const uint8_t *w, int64_t num_inputs, const char *fetched,
-                         uint8_t *to) {
-    const int bits = bits_of(type);
-    for (int64_t k = 0; k < num_inputs; k += 32 / bits)
-        for (int half = 0; half < 2; half++, w += LANES * 4, fetched += LANES * 4) {
-            uint8_t *here = to + k * PANEL + half * LANES * 4;
-            codes read = load_codes(w);
-            __builtin_prefetch(fetched, 0, 2);
-            if (bits == 8) {
-                *(codes *)here = read - (uint8_t)offset;
-            } else {
-                *(codes *)here = number_of(type, low_half(read)) - (uint8_t)offset;
-                *(codes *)(here + PANEL * 4) = number_of(type, high_half(read)) - (uint8_t)offset;
-            }
-        }
-}
-
 /* Sum one group for `matrices` x 16 rows: sums [row][PANEL]. */
 INLINE void multiply_group(int matrices, int is_signed, const uint8_t *w, const char *x, int32_t *sums) {
     const int64_t x_pitch = numbers_bytes(8);

@@ -1,5 +1,5 @@
-/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in integers: w is stored as codes of 8 or 4 bits, x is
- * rounded to 8 bits, and the CPU sums products of bytes.
+/* tile[rows, PANEL] += x[rows, BLOCK] @ w[BLOCK, PANEL] in integers: w is stored as codes of 8, 6 or 4 bits, x
+ * is rounded to 8 bits, and the CPU sums products of bytes.
  *
  * A weight is (code - 2^(bits - 1)) * scale; the scale belongs to an output, or to a group of the output's inputs.
  * In a group with a minimum, a weight is code * scale + minimum, and the minimum is multiplied by the sum of the
@@ -46,8 +46,12 @@
 #endif
 /* 1: registers hold the tile's rows beside a group's sums. Then half as many rows are computed at a time, and
  * codes are read twice as often. For 4-bit codes this is 0, as they would be unpacked twice as often, which costs
- * too much. */
-#define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) == 8)
+ * too much. Codes of 6 bits are unpacked to 8 bits for more rows, see WIDENS. */
+#define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) != 4)
+/* 1: for more than two blocks of rows, a slice of codes of 6 bits is unpacked once to 8 bits. 0: sums of pairs need
+ * inputs of 8 bits beside codes of 6, and of 16 bits beside codes of 8. */
+#define WIDENS(type) (ADDS_FOUR && (type) == CODES6)
+#define SIX_ROWS 4 /* codes of 6 bits: unpacking needs registers, too */
 #define FEW_ROWS (LANES == 16 ? 4 : 0) /* for up to this many rows, registers always hold the tile */
 
 typedef uint8_t codes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
@@ -66,7 +70,7 @@ typedef struct {
 INLINE vec to_float(vec_i32 x) { return __builtin_convertvector(x, vec); }
 
 /* Return the bytes of a rounded input: 1, or 2 for products of 16-bit pairs. */
-INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits == 4 ? 1 : 2; }
+INLINE int64_t number_size(int bits) { return ADDS_FOUR || bits != 8 ? 1 : 2; }
 INLINE int64_t numbers_bytes(int bits) { return BLOCK * number_size(bits); }
 INLINE int64_t block_bytes(int bits) { return numbers_bytes(bits) + sizeof(block_header); }
 
@@ -147,9 +151,12 @@ INLINE void round_block(int bits, int type, const void *from, int64_t size, code
 #define OFFSET_E2M1 12
 #define TABLE_E2M1 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 
-INLINE int bits_of(int type) { return type == CODES8 ? 8 : 4; }
+INLINE int bits_of(int type) { return type == CODES8 ? 8 : type == CODES6 ? 6 : 4; }
+/* Return the vectors of codes that are read together, and an output's codes in them. */
+INLINE int vectors_of(int type) { return type == CODES6 ? 3 : 1; }
+INLINE int64_t step_codes(int type) { return vectors_of(type) * 32 / bits_of(type); }
 INLINE int64_t span_of(int type) {
-    return bits_of(type) == 8 ? BLOCK : type == CODES_E2M1 ? SPAN_E2M1 : SPAN;
+    return bits_of(type) != 4 ? BLOCK : type == CODES_E2M1 ? SPAN_E2M1 : SPAN;
 }
 INLINE int32_t offset_of(int type) {
     return type == CODES_E2M1 ? OFFSET_E2M1 : 1 << (bits_of(type) - 1);
@@ -178,6 +185,54 @@ INLINE codes load_codes(const uint8_t *w) { return *(const codes *)w; }
 INLINE codes low_half(codes w) { return w & 15; }
 INLINE codes high_half(codes w) { return (codes)((pairs)w >> 4) & 15; }
 
+/* Unpack 16 codes of 6 bits of each of LANES outputs: codes 4 i to 4 i + 3 become to[i]. Two vectors have the low
+ * halves, as codes of 4 bits; the third has bits 4 and 5 of codes i, i + 4, i + 8, i + 12 in byte i. */
+INLINE void unpack_six(const uint8_t *w, codes to[4]) {
+    codes first = load_codes(w), second = load_codes(w + PANEL * 4), high = load_codes(w + 2 * PANEL * 4);
+    to[0] = low_half(first) | ((codes)((pairs)high << 4) & 48);
+    to[1] = high_half(first) | ((codes)((pairs)high << 2) & 48);
+    to[2] = low_half(second) | (high & 48);
+    to[3] = high_half(second) | ((codes)((pairs)high >> 2) & 48);
+}
+
+/* Unpack a panel's codes of `num_inputs` inputs to bytes minus `offset`: [input / 4][PANEL][4]. */
+INLINE void unpack_codes(int type, int32_t offset, const uint8_t *w, int64_t num_inputs, const char *fetched,
+                         uint8_t *to) {
+    for (int64_t k = 0; k < num_inputs; k += step_codes(type)) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const uint8_t *from = w + half * LANES * 4;
+            uint8_t *here = to + k * PANEL + half * LANES * 4;
+            for (int v = 0; fetched && v < vectors_of(type); v++)
+                __builtin_prefetch(fetched + (2 * v + half) * LANES * 4, 0, 2);
+            if (type == CODES6) {
+                codes quads[4];
+                unpack_six(from, quads);
+                for (int i = 0; i < 4; i++) *(codes *)(here + i * PANEL * 4) = quads[i] - (uint8_t)offset;
+                continue;
+            }
+            codes read = load_codes(from);
+            if (type == CODES8) {
+                *(codes *)here = read - (uint8_t)offset;
+            } else {
+                *(codes *)here = number_of(type, low_half(read)) - (uint8_t)offset;
+                *(codes *)(here + PANEL * 4) = number_of(type, high_half(read)) - (uint8_t)offset;
+            }
+        }
+        w += vectors_of(type) * PANEL * 4;
+        if (fetched) fetched += vectors_of(type) * PANEL * 4;
+    }
+}
+
+/* Prefetch what a step of add_span for codes of 6 bits is to prefetch. */
+INLINE void fetch_six(int level, fetch f, int64_t step) {
+#pragma GCC unroll 3
+    for (int v = 0; v < 3; v++) {
+        fetch_into(level, f.from + (3 * step + v) * f.step);
+        if (f.step > 64) fetch_into(level, f.from + (3 * step + v) * f.step + 64);
+    }
+}
+
 #if ADDS_FOUR
 
 /* sum[i] += products of lane i's 4 codes with the 4 numbers at x. */
@@ -205,11 +260,33 @@ INLINE vec_i32 dot4(vec_i32 sum, codes w, const char *x) {
 #endif
 }
 
-/* sum[rows] += a span of codes times the matching inputs of x; `steps`: vectors of codes in a half panel. */
+/* Add a span like add_span, of codes of 6 bits. */
+INLINE void add_span_six(int rows, const uint8_t *w, const char *x, int64_t steps, vec_i32 sum[][2], fetch f) {
+    for (int64_t s = 0; s < steps; s++) {
+        fetch_six(0, f, s);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            codes quads[4];
+            unpack_six(w + s * 3 * PANEL * 4 + half * LANES * 4, quads);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++)
+                    sum[r][half] = dot4(sum[r][half], quads[i], x + r * numbers_bytes(6) + s * 16 + i * 4);
+        }
+    }
+}
+
+/* sum[rows] += a span of codes times the matching inputs of x; `steps`: numbers of vectors_of(type) in a half
+ * panel. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
     if (rows == 1) as_one_loop(&steps);
+    if (bits == 6) {
+        add_span_six(rows, w, x, steps, sum, f);
+        return;
+    }
     for (int64_t s = 0; s < steps; s++) {
         const uint8_t *here = w + s * PANEL * 4;
         codes first = load_codes(here), second = load_codes(here + LANES * 4);
@@ -250,10 +327,36 @@ INLINE vec_i32 spread(const char *x) {
     return four - (vec_i32){0};
 }
 
-/* sum[rows] += a span of codes times the matching inputs of x; `steps`: vectors of codes in a half panel. */
+/* Add a span like add_span, of codes of 6 bits. A 16-bit sum has room for 4 products: 4 * 63 * 127 < 2^15. */
+INLINE void add_span_six(int rows, const uint8_t *w, const char *x, int64_t steps, vec_i32 sum[][2], fetch f) {
+    const pairs ones = (pairs){0} + 1;
+    for (int64_t s = 0; s < steps; s++) {
+        fetch_six(2, f, s);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            codes quads[4];
+            unpack_six(w + s * 3 * PANEL * 4 + half * LANES * 4, quads);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                const char *numbers = x + r * numbers_bytes(6) + s * 16;
+                pairs first = madd_bytes(quads[0], spread(numbers)) + madd_bytes(quads[1], spread(numbers + 4));
+                pairs second = madd_bytes(quads[2], spread(numbers + 8)) + madd_bytes(quads[3], spread(numbers + 12));
+                sum[r][half] += madd_pairs(first, ones);
+                sum[r][half] += madd_pairs(second, ones);
+            }
+        }
+    }
+}
+
+/* sum[rows] += a span of codes times the matching inputs of x; `steps`: numbers of vectors_of(type) in a half
+ * panel. */
 INLINE void add_span(int rows, int type, const uint8_t *w, const char *x, int64_t steps,
                      vec_i32 sum[][2], fetch f) {
     const int bits = bits_of(type);
+    if (bits == 6) {
+        add_span_six(rows, w, x, steps, sum, f);
+        return;
+    }
     pairs small[CODE_ROWS][2];
     if (bits == 4)
 #pragma GCC unroll 12
@@ -349,8 +452,8 @@ INLINE void add_group(int rows, const block_header *headers, int64_t group, cons
 INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_slice c,
                        float *tile, fetch f) {
     const int bits = bits_of(type);
-    const int64_t step_codes = 32 / bits; /* an output's codes in one vector */
-    const int64_t span = min64(span_of(type), c.groups.size), steps = span / step_codes;
+    const int64_t span = min64(span_of(type), c.groups.size), steps = span / step_codes(type);
+    const int64_t vectors = steps * vectors_of(type);
     const float *scales = c.scales, *minima = c.minima;
     vec rows_of_tile[CODE_ROWS][2], (*kept)[2] = NULL;
     if (KEEPS_TILE(bits) || rows <= FEW_ROWS) kept = rows_of_tile;
@@ -370,7 +473,7 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_s
                 for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec_i32){0};
             for (int64_t k = 0; k < c.groups.size; k += span) {
                 add_span(rows, type, w, numbers, steps, sum, f);
-                w += steps * PANEL * 4, f.from += steps * f.step;
+                w += vectors * PANEL * 4, f.from += vectors * f.step;
                 numbers += span * number_size(bits);
             }
             if (c.groups.offset && !scales)
@@ -392,7 +495,10 @@ INLINE void codes_rows(int rows, int type, const uint8_t *w, code_rows x, code_s
 }
 
 /* Return the most rows at a time for codes of `bits` bits. */
-INLINE int code_rows_of(int bits) { return KEEPS_TILE(bits) ? CODE_ROWS / 2 : CODE_ROWS; }
+INLINE int code_rows_of(int bits) {
+    if (!KEEPS_TILE(bits)) return CODE_ROWS;
+    return bits == 6 ? SIX_ROWS : CODE_ROWS / 2;
+}
 
 #define CODES_CASE(n) \
     case n: \

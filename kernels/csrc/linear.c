@@ -26,7 +26,7 @@
 #define SLICE_STEPS 8 /* steps of HALVES inputs of a bf16 panel that fit into L1 */
 #define SCALED_DEPTH 128 /* group sizes of float8 are multiples of this */
 
-INLINE int is_codes(int type) { return type == CODES8 || type == CODES4 || type == CODES_E2M1; }
+INLINE int is_codes(int type) { return type >= CODES8; }
 
 /* Return whether bfloat16 is multiplied directly, not converted to float. */
 INLINE int in_halves(const linear_call *c) {
@@ -48,12 +48,15 @@ typedef struct {
     int64_t count, num_blocks, size, each;
 } row_blocks;
 
+/* Return whether codes of 6 bits are unpacked to 8 bits for `count` multiplied rows. */
+INLINE int is_widened(int w_type, int64_t count) { return WIDENS(w_type) && count > 2 * code_rows_of(6); }
+
 /* Cut `count` rows of x into blocks. */
 INLINE row_blocks cut(const linear_call *c, int64_t count) {
     int64_t each = rows_each(c);
     count *= each;
     if (in_tiles(c)) return (row_blocks){count, ceil_div(count, TILED_ROWS), TILED_ROWS, each};
-    int most = is_codes(c->w_type) ? code_rows_of(bits_of(c->w_type)) : MAX_ROWS;
+    int most = !is_codes(c->w_type) ? MAX_ROWS : code_rows_of(is_widened(c->w_type, count) ? 8 : bits_of(c->w_type));
     return (row_blocks){count, ceil_div(count, most), 0, each};
 }
 INLINE int64_t block_start(row_blocks b, int64_t i) {
@@ -326,6 +329,7 @@ static __attribute__((noinline)) void of_few_in_halves(SUMS_OF_A_PANEL) {
 
 #define GROUPS (BLOCK / SUMMED * PANEL) /* most group numbers per block */
 #define SLICE_BLOCKS 8 /* blocks of a panel's codes that stay in L1 */
+#define WIDENED_BLOCKS 4 /* those that stay in L1 beside their codes, unpacked to bytes */
 
 /* to[groups][PANEL] = from * factors; consecutive groups' factors are `step` numbers apart; NULL: no factors. */
 INLINE void widen_as(int type, const void *from, int64_t num_groups, const float *factors, int64_t step,
@@ -392,18 +396,18 @@ INLINE code_slice slice_of(const linear_call *c, int64_t panel, int64_t first, i
     return slice;
 }
 
-/* Multiply with a panel of codes: [K / 8][PANEL][8 codes of an output], see codes.h. */
+/* Multiply with a panel of codes, see PackedWeight for their order. */
 INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
     int bits = bits_of(type);
     float scales[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
     float minima[SLICE_BLOCKS * GROUPS] __attribute__((aligned(64)));
     uint8_t last_block[BLOCK * PANEL] __attribute__((aligned(64)));
-#if TILES_OF_CODES
-    uint8_t numbers[TILED_GROUPS * BLOCK * PANEL] __attribute__((aligned(64)));
-#endif
+    /* Codes that are unpacked to bytes: TILED_GROUPS groups, or WIDENED_BLOCKS blocks. */
+    uint8_t numbers[4 * BLOCK * PANEL] __attribute__((aligned(64)));
     int64_t origin = block_start(b, begin), padded = filled_depth(c), full = padded / BLOCK;
     int64_t step_bytes = PANEL * 4, bytes = BLOCK * PANEL * bits / 8, all = ceil_div(padded, BLOCK);
-    int64_t most = b.size ? TILED_GROUPS * groups_of(c).size / BLOCK : SLICE_BLOCKS;
+    int widened = !b.size && is_widened(type, b.count);
+    int64_t most = b.size ? TILED_GROUPS * groups_of(c).size / BLOCK : widened ? WIDENED_BLOCKS : SLICE_BLOCKS;
     int64_t room = room_for(c, b.count), x_step = room * block_bytes(bits);
     const uint8_t *w = (const uint8_t *)c->w + panel * padded * PANEL * bits / 8;
     memset(tiles, 0, (block_start(b, end) - origin) * PANEL * sizeof(float));
@@ -425,6 +429,7 @@ INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
 #if TILES_OF_CODES
         if (b.size) unpack_codes(type, slice.groups.offset, here, count * BLOCK, f.from, numbers);
 #endif
+        if (widened) unpack_codes(type, 0, here, count * BLOCK, NULL, numbers);
         for (int64_t i = begin; i < end; i++) {
             int64_t start = block_start(b, i), rows = block_start(b, i + 1) - start;
             code_rows x = rows_from(bits, (const char *)packed + s * x_step, room, start);
@@ -437,9 +442,25 @@ INLINE void multiply_codes(int type, SUMS_OF_A_PANEL) {
 #endif
             if (end - begin > 1)
                 f.from = (const char *)here + count * bytes + (i - begin) * num_fetches * f.step;
-            micro_codes(rows, type, here, x, slice, tile, f);
+            /* More steps fetch the same bytes. */
+            fetch wide = {f.from, ceil_div(f.step * bits, 8)};
+            if (widened)
+                micro_codes(rows, CODES8, numbers, x, slice, tile, wide);
+            else
+                micro_codes(rows, type, here, x, slice, tile, f);
         }
     }
+}
+
+/* Return input k's code; w: the output's first byte in a panel. */
+INLINE int code_at(int bits, const uint8_t *w, int64_t k) {
+    const int64_t pitch = PANEL * 4;
+    if (bits == 8) return w[k / 4 * pitch + k % 4];
+    int64_t step = bits == 4 ? k / 8 : k / 16 * 3 + k % 16 / 8;
+    int both = w[step * pitch + k % 4], low = k % 8 < 4 ? both & 15 : both >> 4;
+    if (bits == 4) return low;
+    int high = w[(k / 16 * 3 + 2) * pitch + k % 4] >> k % 16 / 4 * 2;
+    return low | (high & 3) << 4;
 }
 
 /* Unpack a row of W's codes, rounded to `out_type`. */
@@ -449,14 +470,12 @@ static void unpack_row(const linear_call *c, int64_t id, char *to) {
     float scales[GROUPS], minima[GROUPS], row[BLOCK];
     int64_t panel = id / PANEL, column = id % PANEL;
     const uint8_t *w = (const uint8_t *)c->w + (panel * filled_depth(c) * bits / 32 * PANEL + column) * 4;
-    fetch_lines((const char *)w, PANEL * 4, ceil_div(c->depth * bits, 32));
+    fetch_lines((const char *)w, PANEL * 4, filled_depth(c) * bits / 32);
     for (int64_t k = 0; k < c->depth; k += BLOCK) {
         int64_t count = min64(BLOCK, c->depth - k);
         code_slice slice = slice_of(c, panel, k / BLOCK, 1, 0, scales, minima);
         for (int64_t i = 0; i < count; i++) {
-            int64_t step = (k + i) * bits / 32;
-            int code = w[step * PANEL * 4 + i % 4];
-            if (bits == 4) code = i % 8 < 4 ? code & 15 : code >> 4;
+            int code = code_at(bits, w, k + i);
             float number = is_e2m1 ? numbers_e2m1[code] : code;
             row[i] = (number - slice.groups.offset) * scales[i / slice.groups.size * PANEL + column];
         }
@@ -490,6 +509,7 @@ PANEL_SUMS(of_float16, multiply, FLOAT16)
 PANEL_SUMS(of_float8, multiply, FLOAT8)
 PANEL_SUMS(of_int8, multiply, INT8)
 PANEL_SUMS(of_codes8, multiply_codes, CODES8)
+PANEL_SUMS(of_codes6, multiply_codes, CODES6)
 PANEL_SUMS(of_codes4, multiply_codes, CODES4)
 PANEL_SUMS(of_codes_e2m1, multiply_codes, CODES_E2M1)
 #if DOTS_HALVES
@@ -508,6 +528,7 @@ static panel_sums *sums_of(const linear_call *c) {
         case FLOAT16: return of_float16;
         case FLOAT8: return of_float8;
         case CODES8: return of_codes8;
+        case CODES6: return of_codes6;
         case CODES4: return of_codes4;
         case CODES_E2M1: return of_codes_e2m1;
     }

@@ -11,7 +11,6 @@
 #define GROUP8 128 /* inputs that share the scale of 8-bit codes */
 #define GROUP4 32  /* inputs that share a 4-bit code's scale and minimum; a strip's groups share factors */
 #define CANDIDATES 12 /* scales to try for a group of 4-bit codes */
-#define STEP 8     /* codes are padded to a multiple of this many inputs */
 
 typedef struct {
     int64_t in_type, w_type, num_threads;
@@ -238,11 +237,31 @@ INLINE void write_strip(const pack_call *c, int type, panel_rows rows, int64_t k
         }
 }
 
+/* Write the codes of 6 bits of a panel's rows: [16 inputs][3][PANEL][4 bytes], see unpack_six of codes.h. */
+INLINE void write_six(uint8_t *panel, panel_rows rows, int64_t size, const strip *s) {
+    for (int64_t j = 0; j < size; j += 16, panel += 3 * PANEL * 4)
+        for (int64_t i = rows.begin; i < rows.end; i++)
+            for (int64_t byte = 0; byte < 4; byte++) {
+                const int8_t *numbers = s->numbers[i] + j + byte;
+                uint8_t code[4];
+                for (int64_t n = 0; n < 4; n++) code[n] = (uint8_t)(numbers[4 * n] + 32);
+                uint8_t *to = panel + i * 4 + byte;
+                to[0] = (code[0] & 15) | (code[1] & 15) << 4;
+                to[PANEL * 4] = (code[2] & 15) | (code[3] & 15) << 4;
+                to[2 * PANEL * 4] = code[0] >> 4 | code[1] >> 4 << 2 | code[2] >> 4 << 4 | code[3] >> 4 << 6;
+            }
+}
+
 /* Write the codes of a panel's rows, inputs from k on: [step][PANEL][4 bytes], see PackedWeight. */
 INLINE void write_codes(void *panels, int type, int64_t depth, panel_rows rows, int64_t k, int64_t size,
                         const strip *s) {
-    int64_t bits = type == CODES4 ? 4 : 8, padded = ceil_div(depth, STEP) * STEP;
+    int64_t bits = type == CODES4 ? 4 : type == CODES6 ? 6 : 8, padded = filled_to(type, depth);
+    size = filled_to(type, size);
     uint8_t *panel = (uint8_t *)panels + (rows.panel * padded + k) * PANEL * bits / 8;
+    if (type == CODES6) {
+        write_six(panel, rows, size, s);
+        return;
+    }
     for (int64_t j = 0; j < size; j += 32 / bits)
         for (int64_t i = rows.begin; i < rows.end; i++) {
             const int8_t *numbers = s->numbers[i] + j;
@@ -264,7 +283,7 @@ INLINE void pack_panel(const pack_call *c, int type, panel_rows rows) {
         }
         round_strip(c, type, rows, k, &s);
         if (type == CODES8 || type == CODES4)
-            write_codes(c->panels, type, c->depth, rows, k, ceil_div(size, STEP) * STEP, &s);
+            write_codes(c->panels, type, c->depth, rows, k, size, &s);
         else
             write_strip(c, type, rows, k, size, &s);
     }
@@ -308,7 +327,7 @@ typedef struct {
 
 INLINE void pack_integers(const integers_call *c, int type, panel_rows rows) {
     strip s;
-    int64_t middle = type == CODES4 ? 8 : 128;
+    int64_t middle = type == CODES4 ? 8 : type == CODES6 ? 32 : 128;
     for (int64_t k = 0; k < c->depth; k += STRIP) {
         int64_t size = min64(STRIP, c->depth - k);
         for (int64_t i = rows.begin; i < rows.end; i++) {
@@ -319,7 +338,7 @@ INLINE void pack_integers(const integers_call *c, int type, panel_rows rows) {
             for (int64_t j = 0; j < size; j++) s.numbers[i][j] = (int8_t)(uint8_t)(from[j] - shift);
             memset(s.numbers[i] + size, 0, STRIP - size);
         }
-        write_codes(c->panels, type, c->depth, rows, k, ceil_div(size, STEP) * STEP, &s);
+        write_codes(c->panels, type, c->depth, rows, k, size, &s);
     }
 }
 
@@ -333,6 +352,8 @@ int baton_pack_integers(const integers_call *c) {
         panel_rows rows = {panel, max64(0, c->first_row - origin), min64(PANEL, last_row - origin)};
         if (c->w_type == CODES4)
             pack_integers(c, CODES4, rows);
+        else if (c->w_type == CODES6)
+            pack_integers(c, CODES6, rows);
         else
             pack_integers(c, CODES8, rows);
     }

@@ -24,7 +24,7 @@ static inline int omp_get_num_threads(void) { return 1; }
 /* Element types of tensors; the Python side uses the same numbers. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT8 = 3 /* e4m3 */, FLOAT16 = 4 };
 /* Weights stored as codes, for integer products; see codes.h. */
-enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7 };
+enum { CODES8 = 5, CODES4 = 6, CODES_E2M1 = 7, CODES6 = 8 };
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -350,7 +350,7 @@ INLINE vec second_of(int type, vec_u32 pairs) {
 
 /* Return a layer's number of inputs, padded as in the packed weight. */
 INLINE int64_t filled_to(int w_type, int64_t depth) {
-    int64_t step = is_paired(w_type) ? 2 : w_type >= CODES8 ? 8 : 1;
+    int64_t step = is_paired(w_type) ? 2 : w_type == CODES6 ? 16 : w_type >= CODES8 ? 8 : 1;
     return ceil_div(depth, step) * step;
 }
 

@@ -234,7 +234,7 @@ class _Packing:
     ) -> ops.PackedWeight:
         wanted = self._packer.weights
         kept, layout = integers_alike(parts)
-        if layout is not None and wanted in (None, layout.format):
+        if layout is not None and (wanted in (None, layout.format) or _has_room(wanted, layout)):
             weight = self._empty(parts, layout.format, layout, has_gaps=has_gaps)
             for part, integers in zip(parts, kept, strict=True):
                 self._ops.pack_integers(weight, part.first_row, integers)
@@ -312,6 +312,11 @@ class _Packing:
         if all(_is_float16(one) for one in parts):
             return WeightFormat.FP16
         return WeightFormat.BF16 if all(_is_bfloat16(one) for one in parts) else own
+
+
+def _has_room(wanted: WeightFormat | None, layout: CodeLayout) -> bool:
+    """Return whether integers of 6 bits are kept where 8 bits are asked for."""
+    return (wanted, layout.format) == (WeightFormat.INT8, WeightFormat.INT6)
 
 
 def _as_head(weight: ops.PackedWeight) -> ops.PackedWeight:

@@ -80,12 +80,12 @@ def _five_bits(blocks: Tensor, start: int) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> _Unpacked:
-    return 8, _five_bits(blocks, 2).to(torch.int8) - 16, Groups(_halves(blocks, 0)), _BLOCK
+    return 6, _five_bits(blocks, 2).to(torch.int8) - 16, Groups(_halves(blocks, 0)), _BLOCK
 
 
 def _q5_1(blocks: Tensor) -> _Unpacked:
     groups = Groups(_halves(blocks, 0), _halves(blocks, 2))
-    return 8, _five_bits(blocks, 4), groups, _BLOCK
+    return 6, _five_bits(blocks, 4), groups, _BLOCK
 
 
 def _q2_k(blocks: Tensor) -> _Unpacked:
@@ -131,7 +131,7 @@ def _q5_k(blocks: Tensor) -> _Unpacked:
     highest = blocks[:, :, None, 16:48] >> places & 1  # [rows, blocks, 8, 32]
     low = _cut(_nibbles(_cut(blocks[:, :, 48:], 4, 32)), 8, 32)
     scales = _scales_of_six_bits(blocks[:, :, 4:16])
-    return 8, (low | highest << 4).flatten(1), _offset_groups(*scales, blocks, 0), _BLOCK
+    return 6, (low | highest << 4).flatten(1), _offset_groups(*scales, blocks, 0), _BLOCK
 
 
 def _q6_k(blocks: Tensor) -> _Unpacked:
@@ -140,7 +140,7 @@ def _q6_k(blocks: Tensor) -> _Unpacked:
     highest = _cut(blocks[:, :, 128:192], 2, 1, 32) >> places & 3
     numbers = (low | highest.flatten(3) << 4).to(torch.int8) - 32
     scales = blocks[:, :, 192:208].contiguous().view(torch.int8)
-    return 8, numbers.flatten(1), Groups(scales.flatten(1), scale_factors=_halves(blocks, 208)), 16
+    return 6, numbers.flatten(1), Groups(scales.flatten(1), scale_factors=_halves(blocks, 208)), 16
 
 
 def _iq4_nl(blocks: Tensor) -> _Unpacked:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baton.adapters.files import Adapter, open_adapter, read_adapter
-from baton_kernels import PackedWeight, WeightFormat
+from baton_kernels import FORMATS_OF_ROWS, PackedWeight, WeightFormat
 from baton_kernels.dispatch import native_ops
 from models.adapters.experts import FIRST, AdaptedExperts
 from models.adapters.factors import Factors
@@ -28,7 +28,7 @@ from tests.fakes.adapter_files import pair, write_adapter
 INPUTS, OUTPUTS, RANK, SCALE = 64, 48, 4, 2.0
 NATIVE = native_ops()
 WIDTH = 16 if NATIVE is None else NATIVE.panel_width
-FORMATS = list(WeightFormat)
+FORMATS = list(FORMATS_OF_ROWS)
 
 
 def adapter_of(tmp_path: Path, inputs: int, outputs: int) -> tuple[Adapter, Factors]:

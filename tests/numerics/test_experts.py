@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 import baton_kernels as ops
-from baton_kernels import CodeLayout, PackedWeight, Routing, Scoring, WeightFormat, reference
+from baton_kernels import (
+    FORMATS_OF_ROWS,
+    CodeLayout,
+    PackedWeight,
+    Routing,
+    Scoring,
+    WeightFormat,
+    reference,
+)
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.ops import NativeOps
 from tests.covering import covering
@@ -33,6 +41,10 @@ SHAPES = [
     # Sizes that are no multiple of a panel's width.
     *((9, 20, 12, 4, 2), (40, 61, 45, 6, 3), (5, 100, 7, 1, 1)),
 ]
+LAYOUTS = (
+    CodeLayout(WeightFormat.INT4, 32, torch.bfloat16, is_e2m1=True),
+    CodeLayout(WeightFormat.INT6, 16, torch.float16),
+)
 
 
 @pytest.fixture
@@ -87,7 +99,7 @@ def packed(
     ("dtype", "format_", "shape", "activation"),
     covering(
         [torch.float32, torch.bfloat16],
-        WeightFormat,
+        FORMATS_OF_ROWS,
         SHAPES,
         ["silu", reference.CLAMPED_SWIGLU, reference.RELU2],
     ),
@@ -144,14 +156,18 @@ def test_experts_that_are_no_whole_panels_mean_what_plain_ones_mean(native: Nati
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 150])
-def test_experts_of_e2m1(native: NativeOps, num_tokens: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["e2m1", "int6"])
+def test_experts_of_a_checkpoints_codes(
+    native: NativeOps, layout: CodeLayout, num_tokens: int
+) -> None:
     torch.manual_seed(0)
     hidden, inner, num_experts = 64, 96, 8
-    layout = CodeLayout(WeightFormat.INT4, 32, torch.bfloat16, is_e2m1=True)
+    bits = layout.format.code_bits
+    assert bits is not None
 
     def draw(shape: tuple[int, int]) -> PackedWeight:
         weight = PackedWeight.empty(*shape, layout.format, native.panel_width, layout=layout)
-        native.pack_integers(weight, 0, draw_integers(4, shape, layout))
+        native.pack_integers(weight, 0, draw_integers(bits, shape, layout))
         return replace(weight, bias=torch.randn(shape[0]))
 
     gate_up = draw((2 * num_experts * inner, hidden))

@@ -42,8 +42,8 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 SHAPE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 WIDE = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 KINDS = {
-    "Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8,
-    "Q2_K": 4, "Q3_K": 4, "Q4_K": 4, "Q5_K": 8, "Q6_K": 8, "IQ4_NL": 8, "IQ4_XS": 8,
+    "Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "Q5_0": 6, "Q5_1": 6,
+    "Q2_K": 4, "Q3_K": 4, "Q4_K": 4, "Q5_K": 6, "Q6_K": 6, "IQ4_NL": 8, "IQ4_XS": 8,
 }  # fmt: skip
 RANDOM_BLOCKS = tuple(kind for kind in KINDS if kind in RANDOM_KINDS)
 BLOCK_BYTES = {one.name: one.bytes_per_block for one in TENSOR_TYPES.values()}

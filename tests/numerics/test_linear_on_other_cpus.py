@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from baton.kernel_library.ahead import INSTRUCTION_SETS, cpu_features
-from baton_kernels import CodeLayout, LowRankSpan, PackedWeight, WeightFormat, reference
+from baton_kernels import (
+    FORMATS_OF_ROWS,
+    CodeLayout,
+    LowRankSpan,
+    PackedWeight,
+    WeightFormat,
+    reference,
+)
 from baton_kernels.native.ops import _CODES, _E2M1, _FORMATS
 from tests.numerics.low_rank import draw_low_rank
 from tests.numerics.test_native_ops import draw_integers
@@ -121,6 +128,8 @@ LAYOUTS = (
     CodeLayout(WeightFormat.INT4, 32, F16, is_e2m1=True),
     CodeLayout(WeightFormat.INT8, 16, I8, None, F16),
     CodeLayout(WeightFormat.INT8, 32, F16, F16),
+    CodeLayout(WeightFormat.INT6, 16, I8, None, F16),
+    CodeLayout(WeightFormat.INT6, 32, I8, I8, F16),
 )
 
 
@@ -133,7 +142,8 @@ def test_products_are_those_of_the_definition(
     torch.manual_seed(0)
     shape, x = (45, 301), torch.randn(45, 301) / 300
     weights = [
-        PackedWeight.pack(torch.randn(shape), torch.randn(45), one, width) for one in WeightFormat
+        PackedWeight.pack(torch.randn(shape), torch.randn(45), one, width)
+        for one in FORMATS_OF_ROWS
     ]
     for layout in filter(None, LAYOUTS):
         assert layout.format.code_bits is not None

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from baton_kernels import dispatch, reference
-from baton_kernels.packed import CodeLayout, Float8Rows, PackedWeight, WeightFormat
+from baton_kernels.packed import (
+    FORMATS_OF_ROWS,
+    CodeLayout,
+    Float8Rows,
+    PackedWeight,
+    WeightFormat,
+)
 from tests.numerics.tolerances import assert_close
 
 MOST_ROWS = 70
@@ -32,7 +38,7 @@ def check(op: Callable[[Tensor], Tensor], rows: Tensor) -> None:
         assert torch.equal(op(rows[-num_rows:]), alone[-num_rows:]), f"the last {num_rows}"
 
 
-@pytest.mark.parametrize("format_", WeightFormat)
+@pytest.mark.parametrize("format_", FORMATS_OF_ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features"), [(40, 96), (150, 700)])
 def test_linear(

@@ -206,7 +206,7 @@ def test_norm_rotary_store(
 
 
 @TYPES
-@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+@pytest.mark.parametrize("storage", ops.FORMATS_OF_ROWS, ids=str)
 @pytest.mark.parametrize(
     ("num_rows", "out_features", "in_features"),
     # One row, a block, a block and a bit, several blocks, several chunks; slices of the depth.
@@ -231,7 +231,7 @@ def test_packed_linear(
 @TYPES
 @pytest.mark.parametrize(
     ("storage", "num_rows", "half"),  # of the outputs; whole panels or not
-    covering(WeightFormat, [0, 1, 9, 40, 500], [37, 96]),
+    covering(ops.FORMATS_OF_ROWS, [0, 1, 9, 40, 500], [37, 96]),
     ids=str,
 )
 def test_packed_gated_linear(
@@ -274,6 +274,7 @@ def draw_integers(bits: int, shape: tuple[int, int], layout: ops.CodeLayout) -> 
 
 
 F32, BF16, F16, I8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
+CODES = (WeightFormat.INT8, WeightFormat.INT6, WeightFormat.INT4)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ F32, BF16, F16, I8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
         (16, (I8, None, F16)), (16, (F32,)), (256, (I8, None, F32)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("format_", [WeightFormat.INT8, WeightFormat.INT4], ids=str)
+@pytest.mark.parametrize("format_", CODES, ids=str)
 def test_codes_in_groups(
     native: NativeOps,
     format_: WeightFormat,
@@ -301,6 +302,43 @@ def test_codes_in_groups(
 def test_codes_of_e2m1(native: NativeOps, group_size: int, scales: torch.dtype) -> None:
     layout = ops.CodeLayout(WeightFormat.INT4, group_size, scales, is_e2m1=True)
     check_codes(native, layout)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "types"), [(16, (I8, None, F16)), (32, (I8, I8, F16)), (128, (F16,))]
+)
+def test_codes_of_six_bits_give_the_bits_of_eight(
+    native: NativeOps, group_size: int, types: Sequence[torch.dtype]
+) -> None:
+    """Few rows and many, which are multiplied in other ways."""
+    for shape in ((75, 300), (64, 1104)):
+        layout = ops.CodeLayout(WeightFormat.INT6, group_size, *types)
+        six = draw_integers(6, shape, layout)
+        packed = []
+        for integers in (six, replace(six, bits=8)):
+            sizes = (*shape, integers.layout.format, native.panel_width)
+            packed.append(ops.PackedWeight.empty(*sizes, layout=integers.layout))
+            native.pack_integers(packed[-1], 0, integers)
+        assert packed[0].panels.numel() < 0.8 * packed[1].panels.numel()
+        for has_fine_inputs in (False, True):
+            both = [replace(one, has_fine_inputs=has_fine_inputs) for one in packed]
+            for num_rows in (*range(1, 15), 65):
+                x = torch.randn(num_rows, shape[1])
+                ours, theirs = (native.packed_linear(x, one) for one in both)
+                assert torch.equal(ours, theirs), num_rows
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_the_largest_codes_of_six_bits(native: NativeOps, sign: int) -> None:
+    """No 16-bit sum ends at its limit."""
+    groups = Groups(torch.ones(40, 8), torch.zeros(40, 8))
+    integers = GroupedIntegers.of(6, torch.full((40, 256), 63), groups, 32)
+    assert integers is not None
+    shape = (40, 256, WeightFormat.INT6, native.panel_width)
+    weight = ops.PackedWeight.empty(*shape, layout=integers.layout)
+    native.pack_integers(weight, 0, integers)
+    found = native.packed_linear(torch.full((2, 256), float(sign)), weight)
+    torch.testing.assert_close(found, torch.full((2, 40), sign * 63.0 * 256))
 
 
 @pytest.mark.parametrize("number", [12, -12])
@@ -346,7 +384,7 @@ def check_codes(native: NativeOps, layout: ops.CodeLayout) -> None:
 
 
 @pytest.mark.parametrize("group_size", [16, 32])
-@pytest.mark.parametrize("format_", [WeightFormat.INT8, WeightFormat.INT4], ids=str)
+@pytest.mark.parametrize("format_", CODES, ids=str)
 def test_large_inputs_of_another_group_round_nothing_away(
     native: NativeOps, format_: WeightFormat, group_size: int
 ) -> None:
@@ -382,7 +420,7 @@ def test_gates_at_the_limits_of_the_exponential(native: NativeOps) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+@pytest.mark.parametrize("storage", ops.FORMATS_OF_ROWS, ids=str)
 def test_a_row_does_not_depend_on_its_batch(native: NativeOps, storage: WeightFormat) -> None:
     packed = ops.PackedWeight.pack(torch.randn(96, 700), None, storage, native.panel_width)
     x = torch.randn(600, 700)

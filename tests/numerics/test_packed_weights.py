@@ -29,7 +29,7 @@ def native() -> NativeOps:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
-@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+@pytest.mark.parametrize("storage", ops.FORMATS_OF_ROWS, ids=str)
 @pytest.mark.parametrize(
     ("out_features", "in_features"), [(1, 1), (5, 3), (33, 300), (64, 64), (47, 130), (100, 65)]
 )
@@ -60,7 +60,7 @@ def test_rows_are_packed_as_the_reference_packs_them(
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("storage", WeightFormat, ids=str)
+@pytest.mark.parametrize("storage", ops.FORMATS_OF_ROWS, ids=str)
 def test_rows_are_unpacked(native: NativeOps, storage: WeightFormat) -> None:
     weight = torch.randn(37, 11).to(storage.element if storage.keeps_numbers else torch.float32)
     packed = ops.PackedWeight.pack(weight, None, storage, native.panel_width)

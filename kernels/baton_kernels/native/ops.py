@@ -74,6 +74,7 @@ _FORMATS = {
     WeightFormat.FP8: 3,
     WeightFormat.INT8: 5,
     WeightFormat.INT4: 6,
+    WeightFormat.INT6: 8,
 }
 _E2M1 = 7
 

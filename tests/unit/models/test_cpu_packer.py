@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.api.errors import ModelLoadError
-from baton_kernels import WeightFormat
+from baton_kernels import FORMATS_OF_ROWS
 from baton_kernels.dispatch import native_ops
 from models import load_model
 from models.cpu.packing import CpuPacker
@@ -76,7 +76,7 @@ def test_a_small_model_that_is_rounded_coarsely_is_told_of(
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("weights", [one.value for one in WeightFormat])
+@pytest.mark.parametrize("weights", [one.value for one in FORMATS_OF_ROWS])
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])  # with biases
 def test_packed_on_the_way_equals_packed_afterwards(
     tmp_path: Path, kernels: str, architecture: str, weights: str, stored: torch.dtype
@@ -102,7 +102,7 @@ def test_packed_on_the_way_equals_packed_afterwards(
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("weights", ["auto", *(one.value for one in WeightFormat)])
+@pytest.mark.parametrize("weights", ["auto", *(one.value for one in FORMATS_OF_ROWS)])
 def test_a_tied_embedding_is_the_head_in_the_heads_format(
     tmp_path: Path, weights: str, dtype: torch.dtype, stored: torch.dtype
 ) -> None:
