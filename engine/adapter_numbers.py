@@ -11,7 +11,7 @@ import numpy as np
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 
 
-def is_finite(data: bytes, dtype: str) -> bool:
+def is_finite(data: bytes | memoryview, dtype: str) -> bool:
     """Return whether all numbers of little-endian ``data`` are finite.
 
     Args:

@@ -116,6 +116,12 @@ class AdapterTable:
         slot = self._slots.get(digest)
         return slot is not None and slot.is_pinned
 
+    def can_have(self, digest: AdapterDigest) -> bool:
+        """Return whether an adapter is in memory, or a slot can become free for it."""
+        slots = self._slots
+        is_full = len(slots) >= self._max_adapters
+        return digest in slots or not (is_full and all(one.is_pinned for one in slots.values()))
+
     def views(self) -> list[AdapterView]:
         """Return all adapters in memory, those used last behind the others."""
         return [
@@ -141,10 +147,11 @@ class AdapterTable:
             ConfigError: this engine takes no adapters.
         """
         self._refuse_without_slots()
-        adapter = read_adapter(folder, self._check, is_finite)
-        if digest and adapter.digest != digest:
-            raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")
-        packed_bytes = self._executor.pack_adapter(adapter)
+        with self._executor.keep_cores():  # another node's steps would wait for this thread
+            adapter = read_adapter(folder, self._check, is_finite)
+            if digest and adapter.digest != digest:
+                raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")
+            packed_bytes = self._executor.pack_adapter(adapter)
         return ReadAdapter(adapter, adapter.files.num_bytes + packed_bytes)
 
     def load_again(

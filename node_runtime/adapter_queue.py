@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 45.0
 # Once an adapter has waited this long for a slot, no command overtakes it to use another slot.
 PATIENCE_S = 1.0
-# Niceness of a reading that gives way: it gets a thirtieth of a core that steps use all the time.
-NICENESS = 15
+# Niceness of a reading that gives way: it gets a sixteenth of a core that steps use all the time.
+NICENESS = 12
 _FADING = 0.5  # weight of a new value in the running average
 
 JobCommand = PrefillCommand | DecodeCommand
@@ -234,11 +234,14 @@ class AdapterQueue:
 
         Raises:
             AdapterError: its files are wrong, or it does not fit the model.
-            AdapterMissingError: its files are not known.
+            AdapterMissingError: its files are not known, or pinned adapters have all slots.
             OverloadedError: every slot is in use or pinned.
         """
         if self._table.takes_requests(digest):
             return True
+        if not self._table.can_have(digest):
+            problem = f"{shorten_digest(digest)}: all slots of this node have pinned adapters"
+            raise AdapterMissingError(f"adapter: {problem}")
         if load.reading is None and not self._table.has_read(digest):
             if not self._is_reading():  # one after the other, as each takes memory
                 load.reading = self._begin_reading(digest, load.commands[0][1].adapter_source)

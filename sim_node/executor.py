@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -242,6 +243,9 @@ class SimExecutor:
     def pack_adapter(self, adapter: Adapter) -> int:
         """Pack nothing, as no number is computed."""
         return 0
+
+    def keep_cores(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -18,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 from baton.adapters.config import CONFIG_FILE, AdapterConfig, read_config
 from baton.adapters.digest import AdapterDigest, AdapterError
@@ -36,7 +36,7 @@ from baton.adapters.modules import (
     shown_shape,
     wrong_tensor,
 )
-from baton.adapters.numbers import DTYPE_BYTES, is_finite
+from baton.adapters.numbers import is_finite
 from baton.api.bounded_files import size_of
 from baton.api.errors import ModelLoadError, reason_of
 from baton.checkpoint.safetensors_header import TensorPlace, header_of
@@ -55,7 +55,7 @@ _MAX_COMPARISONS = 4 * 10**6  # of patterns and targets with names of layers
 _MAX_HEADER_BYTES = 32 * 2**20
 _PIECE_BYTES = 2**20  # a multiple of every number's size
 _VERSION = b"baton adapter 1\n"
-CheckNumbers = Callable[[bytes, str], bool]  # of whole numbers, and their dtype
+CheckNumbers = Callable[[memoryview, str], bool]  # of whole numbers, and their dtype
 
 
 def read_adapter(
@@ -76,14 +76,19 @@ def read_adapter(
     files = open_adapter(source)
     if check is not None:
         check(files)
-    data: dict[str, bytearray] = {one.name: bytearray() for one in files.tensors()}
-    digest = _read_numbers(files, lambda tensor, piece: data[tensor.name].extend(piece), is_finite)
-    return Adapter(digest, files, data)
+    data: dict[str, bytearray] = {}
+
+    def place(tensor: AdapterTensor) -> bytearray:
+        data[tensor.name] = bytearray(tensor.num_bytes)
+        return data[tensor.name]
+
+    return Adapter(_read_numbers(files, place, is_finite), files, data)
 
 
 def adapter_digest(source: Path) -> AdapterDigest:
     """Return the digest of an adapter's content, in little memory; raises AdapterError."""
-    return _read_numbers(open_adapter(source), lambda tensor, piece: None, is_finite)
+    buffer = bytearray(_PIECE_BYTES)
+    return _read_numbers(open_adapter(source), lambda tensor: buffer, is_finite)
 
 
 def open_adapter(source: Path) -> AdapterFiles:
@@ -96,7 +101,8 @@ def open_adapter(source: Path) -> AdapterFiles:
     if gguf is not None:
         return open_gguf(gguf)
     if not source.is_dir():
-        raise AdapterError(f"{source}: no such folder")
+        problem = "is no folder with an adapter" if source.exists() else "no such folder"
+        raise AdapterError(f"{source}: {problem}")
     config, path = read_config(source), source / WEIGHTS_FILE
     if not path.exists() and (source / _PICKLED_FILE).exists():
         problem = f"runs code when it is read; save the adapter as {WEIGHTS_FILE}"
@@ -257,9 +263,12 @@ def _resolved(config: AdapterConfig, stored: str) -> tuple[str, str, bool]:
 
 
 def _read_numbers(
-    files: AdapterFiles, keep: Callable[[AdapterTensor, bytes], None], is_finite: CheckNumbers
+    files: AdapterFiles, place: Callable[[AdapterTensor], bytearray], is_finite: CheckNumbers
 ) -> AdapterDigest:
-    """Read all numbers, pass each piece to ``keep``, and return the content's digest.
+    """Read all numbers, and return the content's digest.
+
+    Args:
+        place: returns memory for a tensor's numbers, or for one piece of them at a time.
 
     Raises:
         AdapterError: the file ends early, or a number is NaN or infinite.
@@ -270,30 +279,36 @@ def _read_numbers(
         settings["gguf"] = files.gguf_architecture
     digest = hashlib.sha256(_VERSION + _framed(settings))
     try:
-        with files.path.open("rb") as file:
+        with files.path.open("rb", buffering=0) as file:
             for tensor in files.tensors():
                 digest.update(_framed([tensor.name, tensor.dtype, list(tensor.shape)]))
-                for piece in _pieces(files, tensor, file, is_finite):
+                for piece in _pieces(files, tensor, file, place(tensor)):
                     digest.update(piece)
-                    keep(tensor, piece)
+                    if not is_finite(piece, tensor.dtype):
+                        raise files.wrong(tensor, "a number is NaN or infinite")
     except OSError as error:
         raise _unreadable(files.path, error) from error
     return digest.hexdigest()
 
 
 def _pieces(
-    files: AdapterFiles, tensor: AdapterTensor, file: BinaryIO, is_finite: CheckNumbers
-) -> Iterator[bytes]:
-    """Read a tensor in pieces whose numbers are finite."""
+    files: AdapterFiles, tensor: AdapterTensor, file: RawIOBase, memory: bytearray
+) -> Iterator[memoryview]:
+    """Read a tensor in pieces of whole numbers; raises AdapterError if the file ends early.
+
+    Args:
+        memory: room for the tensor, or for one piece, which each piece then overwrites.
+    """
     file.seek(tensor.begin)
-    left = tensor.num_bytes
-    while left:
-        piece = file.read(min(left, _PIECE_BYTES))
-        left -= len(piece)
-        if not piece or len(piece) % DTYPE_BYTES[tensor.dtype]:
-            raise files.wrong(tensor, "the file ends before it; was it changed meanwhile?")
-        if not is_finite(piece, tensor.dtype):
-            raise files.wrong(tensor, "a number is NaN or infinite")
+    for first in range(0, tensor.num_bytes, _PIECE_BYTES):
+        size = min(tensor.num_bytes - first, _PIECE_BYTES)
+        begin = first if len(memory) >= tensor.num_bytes else 0
+        piece = memoryview(memory)[begin : begin + size]
+        num_read = 0
+        while num_read < size:
+            if not (count := file.readinto(piece[num_read:])):
+                raise files.wrong(tensor, "the file ends before it; was it changed meanwhile?")
+            num_read += count
         yield piece
 
 

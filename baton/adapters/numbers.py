@@ -22,7 +22,7 @@ def _table(bits: int) -> bytes:
 _EXPONENTS = {"F32": (0x7F, 0x80), "BF16": (0x7F, 0x80), "F16": (0x7C, 0)}
 
 
-def is_finite(data: bytes, dtype: str) -> bool:
+def is_finite(data: bytes | memoryview, dtype: str) -> bool:
     """Return whether all numbers of little-endian ``data`` are finite.
 
     Args:
@@ -31,6 +31,7 @@ def is_finite(data: bytes, dtype: str) -> bool:
     """
     size = DTYPE_BYTES[dtype]
     high_bits, low_bits = _EXPONENTS[dtype]
+    data = bytes(data)  # only bytes have a table of translations
     high = data[size - 1 :: size].translate(_table(high_bits))
     if not low_bits:
         return not high.count(1)

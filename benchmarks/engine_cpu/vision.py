@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.engine_cpu.engine_cpu import instruction_set
@@ -42,6 +42,7 @@ class Shape:
         whole: fields of the whole model.
         sides: pixels of an image's sides, by name of the case.
         inputs: the encoder's inputs for an image of a size, by name; numbers are drawn.
+        text: fields of the text part, beyond `TEXT`.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class Shape:
     whole: Mapping[str, Any]
     sides: Mapping[str, int]
     inputs: Callable[[int], dict[str, Any]]
+    text: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _tile(side: int) -> dict[str, Any]:
@@ -99,6 +101,7 @@ SHAPES = {
         {},
         {"384": 392, "1024": 1036},
         _patches,
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}},
     ),
 }
 
@@ -125,8 +128,9 @@ def run(
     cases: dict[str, dict[str, float]] = {}
     for name in shapes:
         for dtype in dtypes:
-            cases |= time_shape(run, name, dtype, rounds)
-    run.show("case", cases)
+            found = time_shape(run, name, dtype, rounds)
+            run.show("case", found)
+            cases |= found
     return {"instruction_set": instruction_set(), "threads": threads, "cases": cases}
 
 
@@ -173,7 +177,8 @@ def both_engines(
     from models import load_model
     from models.cpu.packing import CpuPacker
 
-    fields = {"text_config": TEXT, "vision_config": dict(shape.vision), **shape.whole}
+    text = {**TEXT, **shape.text}
+    fields = {"text_config": text, "vision_config": dict(shape.vision), **shape.whole}
     folder = random_checkpoint(BUILD / name, shape.architecture, fields)
     kind = getattr(torch, dtype)
     packer = CpuPacker.choose(kind, "auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,6 +61,9 @@ class Executor(Protocol):
 
         0: the workers pack the adapter while they load it. Raises AdapterError.
         """
+
+    def keep_cores(self) -> AbstractContextManager[None]:
+        """Lend no core of this process meanwhile; safe from any thread."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

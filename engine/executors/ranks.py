@@ -248,6 +248,10 @@ class RanksExecutor:
     def pack_adapter(self, adapter: Adapter) -> int:
         return 0  # ranks add up norms while they pack, which must not meet a step's sums
 
+    def keep_cores(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: ranks lend no cores."""
+        return contextlib.nullcontext()
+
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
         self.check_health()
         self._others.send(Attach(entry, argument))

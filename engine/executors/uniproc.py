@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,6 +75,9 @@ class UniprocExecutor:
 
     def pack_adapter(self, adapter: Adapter) -> int:
         return self.worker.pack_adapter(adapter)
+
+    def keep_cores(self) -> AbstractContextManager[None]:
+        return self.worker.keep_cores()
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -56,6 +56,7 @@ from engine.offline.pooling import OfflinePooling, PooledAnswer
 
 logger = logging.getLogger(__name__)
 
+_MAX_NAME_CHARS = 256  # of an adapter's name
 Prompt = str | Sequence[int] | ImagePrompt
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -103,7 +104,11 @@ class LLM:
         )
         # Offline, throughput counts: prompts are not cut into chunks for the sake of decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
-        options["max_adapters"] = max(len(adapters), options.get("max_adapters", 0))
+        if not isinstance(adapters, Mapping):
+            problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
+            raise InvalidRequestError("adapters", problem)
+        if adapters:
+            options["max_adapters"] = max(len(adapters), options.get("max_adapters", 0))
         self.engine = make_engine(folder, EngineConfig(**options))
         self._adapters: dict[str, _NamedAdapter] = {}
         try:
@@ -323,7 +328,7 @@ class LLM:
         (``max_adapters``) are taken, the adapter that was used longest ago is unloaded.
 
         Args:
-            name: name for `generate`; not empty.
+            name: name for `generate`, 1 to 256 printable characters.
             source: a folder in PEFT's layout, a GGUF file, an installed package with an adapter, or
                 a hub id.
             pinned: whether the adapter keeps its slot when others need one.
@@ -332,8 +337,10 @@ class LLM:
             AdapterError: there is no adapter, its files are wrong, or do not fit the model.
             OverloadedError: all adapters in memory are in use or pinned.
         """
-        if not name:
-            raise InvalidRequestError("adapter", "must have a name of 1 character or more")
+        _check_adapter_name(name)
+        if not isinstance(source, str | Path):
+            problem = f"must be a path or a text, got {type(source).__name__}"
+            raise InvalidRequestError("adapter", problem)
         path = locate_adapter(source)
         adapter = self.engine.adapters.read(path)
         others = [one for other, one in self._adapters.items() if other != name]
@@ -363,8 +370,9 @@ class LLM:
     def _named(self, name: str) -> _NamedAdapter:
         found = self._adapters.get(name)
         if found is None:
-            known = ", ".join(sorted(self._adapters)) or "none"
-            raise InvalidRequestError("adapter", f"{name!r:.80} is not loaded; loaded: {known}")
+            known = ", ".join(map(repr, sorted(self._adapters))) or "none"
+            problem = f"{name!r:.80} is not loaded; loaded: {known:.400}"
+            raise InvalidRequestError("adapter", problem)
         return found
 
     def _load_named(self, names: set[str]) -> None:
@@ -593,7 +601,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]  # a list of prompts
 
 
+def _check_adapter_name(name: object) -> None:
+    """Raise InvalidRequestError for a name that a router would refuse, too."""
+    if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable()):
+        problem = f"must have a name of 1 to {_MAX_NAME_CHARS} printable characters"
+        raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")
+
+
 def _adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[str]:
+    if not isinstance(adapter, Sequence) or not all(isinstance(name, str) for name in adapter):
+        problem = f"must be a name or a name per prompt, got {adapter!r:.80}"
+        raise InvalidRequestError("adapter", problem)
     names = [adapter] * num_prompts if isinstance(adapter, str) else list(adapter)
     if len(names) != num_prompts:
         problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"

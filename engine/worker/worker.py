@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +207,10 @@ class Worker:
         assert self._adapters is not None, "max_adapters is 0"
         with on_one_thread():  # the others compute steps
             return self._adapters.pack(adapter)
+
+    def keep_cores(self) -> AbstractContextManager[None]:
+        """Lend no core meanwhile, as a thread beside the steps computes; safe from any thread."""
+        return nullcontext() if self._lent_cores is None else self._lent_cores.keep()
 
     def load_adapter(self, adapter: Adapter) -> int:
         """Load an adapter between steps; return its size in bytes; see `AdapterSlots.load`."""

@@ -206,11 +206,11 @@ def attend_runs(query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, in
     found, first = [], 0
     for count, length in runs:
         rows = slice(first, first + count * length)
-        q, k, v = (
+        queries, keys, values = (
             one[rows].view(count, length, *one.shape[1:]).transpose(1, 2)
             for one in (query, *keys_values.unbind(1))
         )  # each [count, num_heads, length, head_dim]
-        attended = functional.scaled_dot_product_attention(q, k, v)
+        attended = functional.scaled_dot_product_attention(queries, keys, values)
         found.append(attended.transpose(1, 2).flatten(0, 1))
         first += count * length
     return torch.cat(found)

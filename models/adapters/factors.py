@@ -24,8 +24,8 @@ class Factors:
 
     Attributes:
         module: the layer in the adapter.
-        a: ``[rank, inputs]`` float32.
-        b: ``[outputs, rank]`` float32, with the scale.
+        a: ``[rank, inputs]``, of any floating dtype; float32 beside a magnitude.
+        b: ``[outputs, rank]``, likewise, with the scale.
         magnitude: ``[outputs]`` float32, norms of the adapted weight's rows; None: no DoRA.
     """
 
@@ -41,9 +41,12 @@ def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -
     Args:
         config: the base model, for which a GGUF file's order is undone.
     """
-    a, b = _read(adapter, module.a), _read(adapter, module.b) * module.scale
+    a, b = _stored(adapter, module.a), _stored(adapter, module.b)
+    if module.scale != 1.0:
+        b = b.float() * module.scale
     if module.magnitude is not None:
-        return [Factors(module, a, b, _read(adapter, module.magnitude))]
+        magnitude = _stored(adapter, module.magnitude)
+        return [Factors(module, a.float(), b.float(), magnitude.float())]
     experts = module.num_experts or 1
     if module.layout is Layout.TURNED:
         a = a.t()
@@ -61,7 +64,7 @@ def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -
     ]
 
 
-def _read(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
-    """Return a tensor of an adapter in float32."""
+def _stored(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
+    """Return a tensor of an adapter, which shares the adapter's memory."""
     numbers = torch.frombuffer(adapter.data[tensor.name], dtype=_DTYPES[tensor.dtype])
-    return numbers.view(tensor.shape).float()
+    return numbers.view(tensor.shape)

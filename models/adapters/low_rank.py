@@ -85,7 +85,8 @@ def make_low_rank(
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
     """
     num_outputs = _num_outputs(layer)
-    down = torch.cat([piece.down for piece in pieces])  # [sum of ranks, in]
+    downs = [piece.down for piece in pieces]
+    down = downs[0] if len(downs) == 1 else torch.cat(downs)  # [sum of ranks, in]
     made: list[ops.LowRankPart] = []
     first_rank = 0
     for piece in pieces:
@@ -122,7 +123,11 @@ def refuse_large(
 ) -> None:
     """Raise AdapterError for a number that is too large for ``dtype``."""
     for name, matrix in (("lora_A", a), ("lora_B", b)):
-        if not bool(matrix.to(dtype).isfinite().all()):
+        is_as_read = matrix.dtype != torch.float32  # and so it has finite numbers
+        if is_as_read and torch.finfo(matrix.dtype).max <= torch.finfo(dtype).max:
+            continue
+        extremes = torch.stack(matrix.aminmax())  # NaN if a number is NaN
+        if not bool(extremes.to(dtype).isfinite().all()):
             problem = f"{name} has a number that is too large for {dtype}"
             raise files.wrong(factors.module.a, problem.replace("torch.", ""))
 

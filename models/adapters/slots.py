@@ -139,8 +139,10 @@ class AdapterSlots:
             assert isinstance(moe, SparseMoe)
             assert moe is not model.get_submodule(path), "a part of it is a site"
             moe.adapted = experts
-        self._twin = twin
-        self._forget_tapes()
+        self._twin, native = twin, native_ops()
+        twin.tapes = None
+        if self._decoder.tapes is not None and native is not None:
+            twin.tapes = DecodeTapes(native)
 
     def _make_site(
         self, path: str, layer: nn.Module
@@ -192,7 +194,8 @@ class AdapterSlots:
         for site in self._sites.values():
             site.loaded.pop(digest, None)
         self._loaded.discard(digest)
-        self._forget_tapes()  # they hold its memory
+        if self._twin.tapes is not None:
+            self._twin.tapes.forget_adapter(digest)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute a step with adapters; see ``CausalLM.forward``."""
@@ -216,7 +219,9 @@ class AdapterSlots:
         """Read an adapter, and group what its modules add by the places in the model."""
         found: dict[_Site, list[Piece]] = defaultdict(list)
         for name, module in adapter.files.modules.items():
-            parts = self._targets.by_name[name].parts
+            target = self._targets.find(name)
+            assert target is not None, "pack has checked the names"
+            parts = target.parts
             if not parts:  # another stage has the layer
                 continue
             for expert, factors in enumerate(read_factors(adapter, module, self._config)):
@@ -249,13 +254,6 @@ class AdapterSlots:
             return replace(piece, norms=squares[piece].sqrt()) if piece in squares else piece
 
         return {site: [with_norms(piece) for piece in pieces] for site, pieces in found.items()}
-
-    def _forget_tapes(self) -> None:
-        native = native_ops()
-        if self._decoder.tapes is None or native is None:
-            self._twin.tapes = None
-        else:
-            self._twin.tapes = DecodeTapes(native)
 
 
 def _twin(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:

@@ -11,6 +11,10 @@ Layers of experts have several names. ``*`` stands for all experts, whose layers
     mlp.experts.gate_up_proj    all experts' gates and ups (transformers)
     mlp.experts.*.gate_proj     all experts' gates (GGUF)
 
+An adapter may have been trained beside an image part, which only changes the names of layers:
+
+    model.language_model.layers.0...    model.layers.0...
+
 Ranks divide layers, so a rank has some rows or columns of a layer, or nothing of it.
 
 Refuses to know: an adapter's numbers, how products are computed.
@@ -32,6 +36,7 @@ from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
 from models.layers.linear import ExpertsLinear, JoinedLinear
 from models.loading.loader import on_meta_device
+from models.loading.text_parts import text_name
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import Kept, Rank
 from models.recipe import ExpertsSpec
@@ -118,6 +123,10 @@ class Targets:
         }
         return cls(config.architecture, {**found, **aliases})
 
+    def find(self, name: str) -> Target | None:
+        """Return the layer of this name in an adapter; None: the model has no such layer."""
+        return self.by_name.get(name) or self.by_name.get(text_name(name) or "")
+
     def check(self, files: AdapterFiles) -> None:
         """Raise AdapterError for the first tensor that does not fit the model."""
         gguf = files.gguf_architecture
@@ -126,14 +135,21 @@ class Targets:
             raise AdapterError(f"{files.path}: general.architecture: {problem}")
         names: dict[Target, str] = {}
         for name, module in files.modules.items():
-            target = self.by_name.get(name)
+            target = self.find(name)
             if target is None:
-                raise files.wrong(module.a, f"the base model has no linear layer {name:.200}")
+                raise files.wrong(module.a, _why_unknown(name))
             if target in names:
                 raise files.wrong(module.a, f"adapts the same layer as {names[target]:.200}")
             names[target] = name
             _check_kind(files, module, target)
             _check_shapes(files, module, target)
+
+
+def _why_unknown(name: str) -> str:
+    """Return why no layer has this name."""
+    if text_name(name) is None:
+        return "adapts the image part, and only text is computed; train with PEFT's exclude_modules"
+    return f"the base model has no linear layer {name:.200}"
 
 
 def _check_kind(files: AdapterFiles, module: AdaptedModule, target: Target) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.adapters.digest import AdapterDigest
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.native.ops import NativeOps
 from baton_kernels.native.tape import Tape, TapeError
 from baton_kernels.state_metadata import StateMetadata
-from models.base import ForwardContext, GroupStep, LayerCache
+from models.base import AdapterSpan, ForwardContext, GroupStep, LayerCache
 
 Inputs = Sequence[Tensor]  # each [num_tokens, ...]
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
@@ -126,6 +127,13 @@ class DecodeTapes:
             _plan(context.groups)
             return None
         return _Taped(tape, places, tuple(metadata for metadata, _ in groups), results)
+
+    def forget_adapter(self, digest: AdapterDigest) -> None:
+        """Delete the tapes of steps with an adapter, whose memory they hold."""
+        for key in list(self._tapes):
+            spans: Sequence[AdapterSpan] = key[-1]
+            if any(span.adapter == digest for span in spans):
+                del self._tapes[key]
 
     def _forget(self) -> None:
         """Delete the least recently used tapes, until at most `MAX_ROWS_KEPT` rows are kept."""

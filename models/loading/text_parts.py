@@ -20,11 +20,11 @@ Stored = TypeVar("Stored")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# Prefixes of the text network's tensors -> their prefixes in a text model. The last row has the
+# Prefixes of the text network's names -> their prefixes in a text model. The last row has the
 # names that transformers writes since version 4.52, the others older names.
 _PREFIXES = {
     "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
+    "language_model.lm_head": "lm_head",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
@@ -103,6 +103,14 @@ def _vision_name(name: str) -> str | None:
     return VISION + of_vision
 
 
+def text_name(name: str) -> str | None:
+    """Return the name in a text model of a tensor or layer; None: it is of the image part."""
+    if _vision_name(name) is not None:
+        return None
+    prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
+    return _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+
+
 def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[str, Stored]:
     """Return the tensors of a model's text part, under their names in a text model.
 
@@ -113,16 +121,14 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
     """
     kept: dict[str, Stored] = {}
     left_out: list[str] = []
-    for name, one in stored.items():
-        of_vision = _vision_name(name)
-        if of_vision is not None:
-            if images:
-                kept[of_vision] = one
-            else:
-                left_out.append(name)
-            continue
-        prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
-        kept[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = one
+    for name, tensor in stored.items():
+        renamed = text_name(name)
+        if renamed is None and images:
+            renamed = _vision_name(name)
+        if renamed is None:
+            left_out.append(name)
+        else:
+            kept[renamed] = tensor
     if left_out:
         logger.info(
             "not loaded, as images are not computed: %d tensors, such as %s",

@@ -112,12 +112,12 @@ class _QwenTransformer(nn.Module):
             x = layer(x, everything if is_full else windows, rotation)
             if index in spec.deep_layers:
                 deep.append(self.deepstack_merger_list[len(deep)](x))
-        merged: Tensor = self.merger(x)
-        return [merged, *deep]
+        return [self.merger(x), *deep]
 
     def _sorted(self, x: Tensor, order: Tensor) -> Tensor:
         """Sort rows of patches ``[n, ...]`` by the squares that they belong to."""
-        return x.view(len(order), -1, *x.shape[1:])[order].flatten(0, 1)
+        by_square = x.view(len(order), -1, *x.shape[1:])
+        return by_square[order].flatten(0, 1)
 
     def _rotation(self, places: _Places) -> Rotation:
         each = frequencies(self._spec.theta, self._spec.layers.head_dim // 2)

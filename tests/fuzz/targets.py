@@ -18,11 +18,11 @@ from baton.v1 import inference_pb2, node_pb2
 from baton.wire.types import sampling_params_from_proto
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol import messages
-from router.api.http.completions import _check_unsupported, _prompts
+from router.api.http.completions import _prompts
 from router.api.http.conversation import chat_prompt, held_output, parser_context
 from router.api.http.decoding import decode
 from router.api.http.errors import ApiError
-from router.api.http.sampling import sampling_params
+from router.api.http.sampling import beams_of, sampling_params
 from router.api.http.schema import ChatRequest, CompletionRequest
 from router.intake.parsers.choice import OutputParsers
 
@@ -45,7 +45,8 @@ def http_completion(data: bytes) -> None:
     """Read the body of a completion as far as it is plain values."""
     body, _ = decode(data, CompletionRequest)
     params = sampling_params(body, max_tokens=1, logprobs=body.logprobs)
-    _check_unsupported(body, params.n)
+    assert params.n >= 1
+    beams_of(body)
     _prompts(body.prompt)
 
 

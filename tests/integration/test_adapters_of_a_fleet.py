@@ -20,7 +20,7 @@ from baton.api.errors import NotFoundError
 from baton.cli.app import app
 from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
-from tests.fakes.adapter_files import write_query_adapter
+from tests.fakes.adapter_files import pair, write_adapter, write_query_adapter
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import READY_TIMEOUT_S, run_deployment
 from tests.fakes.time.waiting import wait_until
@@ -310,6 +310,7 @@ def test_other_bytes_in_a_folder_are_another_adapter_over_http(
     assert complete(deployment, "edited") == complete(deployment, "one")
     write_query_adapter(scene.root, "edited", 2)
     assert complete(deployment, "edited") == complete(deployment, "one"), "nobody has loaded it"
+    write_adapter(scene.root / "wide", pair(inputs=512, outputs=512))  # of another base model
     path = str(scene.root / "edited")
     assert post(deployment, "load_lora_adapter", lora_name="edited", lora_path=path)[0] == 200
     assert complete(deployment, "edited") == complete(deployment, "two")
@@ -317,10 +318,11 @@ def test_other_bytes_in_a_folder_are_another_adapter_over_http(
         ({"lora_name": "base", "lora_path": "one"}, 400, "stands for a base model"),
         ({"lora_name": "x", "lora_path": "../one"}, 400, "must be a path below"),
         ({"lora_name": "x", "lora_path": "none"}, 400, "no such folder"),
+        ({"lora_name": "x", "lora_path": "wide"}, 400, "lora_path: no .* node could load it: /.*"),
     ):
         found, text = post(deployment, "load_lora_adapter", **body)
         assert found == status
-        assert problem in text
+        assert re.search(problem, text)
     assert post(deployment, "unload_lora_adapter", lora_name="edited")[0] == 200
     assert post(deployment, "unload_lora_adapter", lora_name="edited")[0] == 404
 

@@ -1,12 +1,14 @@
-"""Adapters over real processes: a prefill and a decode node give the tokens of PEFT.
+"""Adapters over real processes: prefill and decode nodes give the tokens of PEFT, killed or not.
 
-The router is a test's hand (`tests/fakes/hand_router.py`): nodes know adapters by digest alone.
+Where no node is killed, the router is a test's hand (`tests/fakes/hand_router.py`): nodes know
+adapters by digest alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import shutil
 import subprocess
@@ -19,14 +21,17 @@ from typing import Any
 import pytest
 import torch
 
+from baton import AsyncClient
 from baton.adapters.files import adapter_digest
 from baton.api.sampling_params import SamplingParams
+from baton.deployment.local_deployment import LocalDeployment
 from baton.link.words import ADAPTER_MISSING, NodeRole, RequestError
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2
 from engine import LLM
 from tests.fakes.adapter_files import cache, install
 from tests.fakes.hand_router import HandRouter, until
+from tests.fakes.processes.deployments import READY_TIMEOUT_S, run_deployment
 from tests.numerics.family_checkpoints import FAMILIES
 from tests.numerics.peft_adapters import PeftAdapter, certain_prompts, make_adapter
 from tests.numerics.test_adapters_of_each_family import make_model, names_of_targets
@@ -186,6 +191,65 @@ def test_split_equals_one_process_and_peft(
             assert not re.search(r"^baton:preemptions_total.* 0\.0$", page, re.MULTILINE), page
 
     asyncio.run(check())
+
+
+@pytest.mark.large
+def test_killed_nodes_change_no_token(tmp_path: Path) -> None:
+    """Eight adapters and the base model decode without pause while nodes get SIGKILL."""
+    theirs, made = make_scene("LlamaForCausalLM", tmp_path, EIGHT)
+    models = {"base": theirs, **{name: one.model for name, one in made.items()}}
+    rows = [
+        (name, *one)
+        for name, model in models.items()
+        for one in certain_prompts(model, 2, NUM_TOKENS, NUM_OUTPUTS, VOCAB_SIZE, seed=len(name))
+    ]
+    root = ["--adapter-root", str(tmp_path / "adapters")]
+    of_names = [word for name in made for word in ("--adapter", f"{name}={name}")]
+    is_over, num_rounds, retried = False, [0] * len(rows), dict[str, int]()
+
+    def has_asked(goal: int) -> bool:
+        return min(num_rounds) >= goal
+
+    def has_retried(before: int) -> bool:
+        return sum(retried.values()) > before
+
+    async def ask_often(client: AsyncClient, place: int) -> None:
+        name, prompt, output = rows[place]
+        while not is_over:
+            found = await client.generate(prompt, GREEDY, timeout_s=60, model=name)
+            assert list(found.token_ids) == output, name
+            assert found.receipt is not None
+            retried[name] = retried.get(name, 0) + found.receipt.num_attempts - 1
+            num_rounds[place] += 1
+
+    async def kill(deployment: LocalDeployment) -> None:
+        nonlocal is_over
+        try:
+            for node in ("d0", "p0", "d1", "p1"):
+                await until(functools.partial(has_asked, min(num_rounds) + 2))
+                before = sum(retried.values())
+                await asyncio.to_thread(deployment.restart, node)
+                await until(functools.partial(has_retried, before))
+                await asyncio.to_thread(deployment.wait_ready, READY_TIMEOUT_S)
+        finally:
+            is_over = True
+
+    async def run(deployment: LocalDeployment) -> None:
+        async with AsyncClient(deployment.config.listen) as client, asyncio.TaskGroup() as group:
+            for place in range(len(rows)):
+                group.create_task(ask_often(client, place))
+            group.create_task(kill(deployment))
+
+    with run_deployment(
+        *("--block-size", "4", "--long-prefill-token-threshold", "8", "--kv-cache-memory", "16M"),
+        *("--max-adapters", "8", *root),
+        model=tmp_path / "model",
+        num_prefill=2,
+        num_decode=2,
+        router_args=["--served-model-name", "base", *root, *of_names],
+    ) as deployment:
+        asyncio.run(run(deployment))
+    assert set(retried) == set(models)
 
 
 def read_page(address: str) -> str:

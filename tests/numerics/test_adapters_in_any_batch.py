@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from baton.api.errors import InvalidRequestError, OverloadedError
+from baton.adapters.digest import AdapterError
+from baton.api.errors import ConfigError, InvalidRequestError, OverloadedError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton_kernels.dispatch import native_ops
@@ -184,7 +185,11 @@ def test_decodes_with_adapters_run_from_tapes(scene: Scene, name: str) -> None:
     scored(llm, [("", scene.rows()[0][1]), (name, scene.rows()[1][1])])
     assert slots._twin.tapes is not None
     assert any(taped is not None for taped in slots._twin.tapes._tapes.values())
+    scored(llm, [("", scene.rows()[0][1]), ("rslora", scene.rows()[1][1])])
     llm.unload_adapter(name)
+    left = {span.adapter for key in slots._twin.tapes._tapes for span in key[-1]}
+    assert left == {llm.load_adapter("rslora", scene.adapters["rslora"])}
+    llm.unload_adapter("rslora")
     assert not slots._twin.tapes._tapes, "a tape keeps an adapter's memory"
 
 
@@ -262,3 +267,23 @@ def test_unloading_waits_for_requests_and_reloading_switches(scene: Scene) -> No
     assert digest in llm.engine.adapters.digests, "small has the same content"
     with pytest.raises(InvalidRequestError, match=r"^adapter: 'rslora' is not loaded; loaded: "):
         llm.generate([prompt], GREEDY, adapter="rslora")
+
+
+def test_odd_values_are_refused_in_one_line(scene: Scene) -> None:
+    llm, prompt = scene.llm(), scene.expected[""][0][0]
+    small: Any = scene.adapters["small"]
+    odd: Any
+    for odd in ("", "a\nb", "x" * 257, 5, None):
+        with pytest.raises(InvalidRequestError, match=r"^adapter: must have a name of 1 to 256"):
+            llm.load_adapter(odd, small)
+    for odd in (None, 5, b"small"):
+        with pytest.raises(InvalidRequestError, match=r"^adapter: must be a path or a text, got"):
+            llm.load_adapter("it", odd)
+        with pytest.raises(InvalidRequestError, match=r"^adapter: must be a name or a name per"):
+            llm.generate([prompt], GREEDY, adapter=odd)
+    with pytest.raises(AdapterError, match="safetensors: is no folder with an adapter"):
+        llm.load_adapter("it", small / "adapter_model.safetensors")
+    with pytest.raises(InvalidRequestError, match=r"^adapters: must be a mapping of names"):
+        LLM(str(scene.folder), adapters=[small])
+    with pytest.raises(ConfigError, match=r"^max_adapters: must be 0 or more"):
+        LLM(str(scene.folder), max_adapters=-1)

@@ -153,7 +153,7 @@ def test_pixel_values_are_the_processors(checkpoint: VisionCheckpoint) -> None:
 def test_gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "Gemma3ForConditionalGeneration"
     checkpoint = make_vision_checkpoint(name, tmp_path, GEMMA)
-    seeing = replace(MODELS.load(name), vision=read_gemma3)  # type: ignore[type-var]
+    seeing = replace(MODELS.load(name), vision=read_gemma3)
     monkeypatch.setattr(f"models.families.gemma.{name}", seeing)
     vision = load(checkpoint, None).vision
     assert vision is not None

@@ -152,7 +152,7 @@ def _pixtral(found: Any) -> str:
     """Expand like ``PixtralProcessor.replace_image_token``, whose module needs torchvision."""
     height, width = found["image_sizes"][0].tolist()
     text = ("[IMG]" * (width // 8) + "[IMG_BREAK]") * (height // 8)
-    return text.removesuffix("[IMG_BREAK]") + "[IMG_END]"
+    return f"{text.removesuffix('[IMG_BREAK]')}[IMG_END]"
 
 
 # ------------------------------------------------------------------ Qwen

@@ -64,7 +64,8 @@ class Searches:
     def ask(self) -> None:
         """Begin a drawn search in the split system."""
         draw = self.draw
-        prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.choice([1, 5, 20, 47]))]
+        # (The embedding of token 0 is zero, so all tokens after it are equally probable.)
+        prompt = [draw.randrange(1, VOCAB_SIZE) for _ in range(draw.choice([1, 5, 20, 47]))]
         beams = BeamSearchParams(
             beam_width=draw.choice([1, 2, 4, 7]),
             max_tokens=draw.randint(1, 12),

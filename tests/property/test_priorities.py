@@ -17,8 +17,8 @@ from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from kvconnector.peer_process import PeerProcess
 from models import load_model
+from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE
 from tests.property.test_split_in_any_company import (
-    BLOCK_SIZE,
     Alone,
     Crowd,
     folder,

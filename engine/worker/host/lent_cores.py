@@ -21,8 +21,9 @@ import itertools
 import logging
 import mmap
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -48,8 +49,8 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's part: its own cores, and other nodes' cores that it borrows.
 
-    The computing thread calls the methods, which set the number of threads that compute. The node's
-    cores are lent until the first `borrow`.
+    The computing thread calls the methods, which set the number of threads that compute; `keep` is
+    for other threads. The node's cores are lent until the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
@@ -66,7 +67,9 @@ class LentCores:
         self._busy = _open(folder / f"{own}{_BUSY}")
         self._lent = _open(folder / f"{own}{_LENT}")
         self._bytes = _map_bytes(self._busy)
-        self._is_busy = False
+        self._is_busy = self._computes = False
+        self._num_keepers = 0
+        self._marking = threading.Lock()
         self._may_borrow = True
         self._has_failed = False
         self._others: dict[str, _Share] = {}
@@ -74,13 +77,9 @@ class LentCores:
 
     def borrow(self) -> None:
         """Mark this node's cores as busy, and compute on idle nodes' cores as well."""
-        if not self._is_busy:
-            give_up_at = time.monotonic() + _LONGEST_LOCK_S
-            while not (is_locked := _lock(self._busy)) and time.monotonic() < give_up_at:
-                pass  # another node tests the lock, for microseconds
-            self._is_busy = is_locked
-            self._bytes[_IS_BUSY] = 1
-            self._wait_for_borrower()
+        if not self._computes:
+            with self._marking:
+                self._computes = self._mark_busy()
             self._find_others()
         if not self._may_borrow:
             return
@@ -92,10 +91,22 @@ class LentCores:
     def rest(self) -> None:
         """Lend this node's cores while there is nothing to compute; give back borrowed cores."""
         self._use([])
-        if self._is_busy:
-            self._bytes[_IS_BUSY] = 0
-            fcntl.flock(self._busy, fcntl.LOCK_UN)
-            self._is_busy = False
+        with self._marking:
+            self._computes = False
+            self._lend_if_idle()
+
+    @contextlib.contextmanager
+    def keep(self) -> Iterator[None]:
+        """Lend no core meanwhile, as another thread than the computing one needs this node's."""
+        with self._marking:
+            self._num_keepers += 1
+            self._mark_busy()
+        try:
+            yield
+        finally:
+            with self._marking:
+                self._num_keepers = max(self._num_keepers - 1, 0)  # `close` has set it to 0
+                self._lend_if_idle()
 
     def are_taken(self) -> bool:
         """Return whether another node computes on this node's cores."""
@@ -117,11 +128,32 @@ class LentCores:
     def close(self) -> None:
         """Give back borrowed cores and lend this node's cores, for good."""
         self.rest()
+        with self._marking:
+            self._num_keepers = 0
+            self._lend_if_idle()
         os.close(self._busy)
         os.close(self._lent)
         for share in self._others.values():
             share.close()
         self._others.clear()
+
+    def _mark_busy(self) -> bool:
+        """Mark this node's cores as busy, and wait for a borrower; return whether that is known."""
+        if not self._is_busy:
+            give_up_at = time.monotonic() + _LONGEST_LOCK_S
+            while not (is_locked := _lock(self._busy)) and time.monotonic() < give_up_at:
+                pass  # another node tests the lock, for microseconds
+            self._is_busy = is_locked
+            self._bytes[_IS_BUSY] = 1
+            self._wait_for_borrower()
+        return self._is_busy
+
+    def _lend_if_idle(self) -> None:
+        """Mark this node's cores as idle, unless a step or a keeper needs them."""
+        if self._is_busy and not self._computes and not self._num_keepers:
+            self._bytes[_IS_BUSY] = 0
+            fcntl.flock(self._busy, fcntl.LOCK_UN)
+            self._is_busy = False
 
     def _wait_for_borrower(self) -> None:
         """Wait a limited time until no other node computes on this node's cores."""

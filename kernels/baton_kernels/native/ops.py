@@ -637,9 +637,8 @@ class NativeOps:
         for count, length in runs:
             rows = slice(first, first + count * length)
             # [count, 2, num_heads, length, head_dim], no copy
-            blocks = (
-                keys_values[rows].view(count, length, *keys_values.shape[1:]).permute(0, 2, 3, 1, 4)
-            )
+            by_run = keys_values[rows].view(count, length, *keys_values.shape[1:])
+            blocks = by_run.permute(0, 2, 3, 1, 4)
             options = AttentionOptions(scale=query.shape[2] ** -0.5)
             attended = self.attention(query[rows], blocks, _whole_runs(count, length), options)
             if attended is None:

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from baton.adapters.digest import NO_ADAPTER, AdapterDigest, check_digest, shorten_digest
 from baton.api.errors import BatonError, ConfigError, InvalidRequestError, NodeUnavailableError
@@ -68,7 +69,7 @@ class AdapterAdmin:
             pinned: whether the adapter keeps its slot on nodes.
 
         Raises:
-            InvalidRequestError: a value or a file is wrong.
+            InvalidRequestError: a value or a file is wrong, or the adapter fits no node's model.
             NotFoundError: there is no such base model.
             NodeUnavailableError: no node of some role could load the adapter.
         """
@@ -104,7 +105,8 @@ class AdapterAdmin:
         served = dataclasses.replace(self._named(name), pins_adapter=pinned)
         await self._names.set_name(served)
         holders = [node for node in served.base.pool.nodes if served.adapter in node.load.adapters]
-        nodes = await asyncio.gather(*(_load(calls, node, served) for node in holders))
+        loads = await asyncio.gather(*(_load(calls, node, served) for node in holders))
+        nodes = [one.answer for one in loads]
         return admin_pb2.AdapterChange(
             name=name, digest=served.adapter, previous=served.adapter, nodes=nodes
         )
@@ -164,21 +166,25 @@ class AdapterAdmin:
     ) -> Sequence[admin_pb2.NodeAdapters]:
         """Load an adapter on all nodes of a base model at once.
 
-        Raises NodeUnavailableError if a role has nodes and none of them could load the adapter.
+        Raises:
+            InvalidRequestError: all nodes of a role refuse the adapter's files.
+            NodeUnavailableError: a role has nodes and none of them could load the adapter.
         """
         nodes = base.pool.nodes
-        answers = await asyncio.gather(*(_load(calls, node, served) for node in nodes))
+        loads = await asyncio.gather(*(_load(calls, node, served) for node in nodes))
         for role in {node.registration.role for node in nodes}:
-            problems = [
-                answer.problem
-                for node, answer in zip(nodes, answers, strict=True)
+            errors = [
+                load.error
+                for node, load in zip(nodes, loads, strict=True)
                 if node.registration.role is role
             ]
-            if all(problems):
-                raise NodeUnavailableError(
-                    f"adapter: no {role.value} node could load it: {problems[0]}"
-                )
-        return answers
+            if all(errors):
+                problem = str(errors[0]).removeprefix("adapter: ")
+                problem = f"no {role.value} node could load it: {problem}"
+                if all(isinstance(error, InvalidRequestError) for error in errors):
+                    raise InvalidRequestError("adapter", problem)
+                raise NodeUnavailableError(f"adapter: {problem}")
+        return [load.answer for load in loads]
 
     def _let_leave(
         self, calls: NodeCalls, base: BaseModel, digest: AdapterDigest
@@ -246,8 +252,15 @@ def _read_digest(root: str, source: str) -> AdapterDigest:
         raise InvalidRequestError(*str(error).split(": ", 1)) from None
 
 
-async def _load(calls: NodeCalls, node: Node, served: ServedName) -> admin_pb2.NodeAdapters:
-    """Load an adapter on a node; return the node's adapters, or the reason of the failure."""
+class _Load(NamedTuple):
+    """A node's adapters after an attempt to load one, and the attempt's error."""
+
+    answer: admin_pb2.NodeAdapters
+    error: BatonError | None = None
+
+
+async def _load(calls: NodeCalls, node: Node, served: ServedName) -> _Load:
+    """Load an adapter on a node."""
     answer = admin_pb2.NodeAdapters(node_name=node.name)
     try:
         loaded = await calls.load_adapter(
@@ -256,7 +269,8 @@ async def _load(calls: NodeCalls, node: Node, served: ServedName) -> admin_pb2.N
         answer.adapters.CopyFrom(loaded)
     except BatonError as error:
         answer.problem = str(error)
-    return answer
+        return _Load(answer, error)
+    return _Load(answer)
 
 
 async def _unload(calls: NodeCalls, node: Node, digest: AdapterDigest) -> str:

@@ -94,13 +94,20 @@ class Recovery:
     # ------------------------------------------------------------------ an attempt failed
 
     def note_failure(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
-        """Count a failed attempt; raise its error if the call must not be retried."""
+        """Count a failed attempt; raise its error if the call must not be retried.
+
+        Waiting makes no sense either if no pair is left that can load the call's adapter.
+        """
         self._blame(attempt, item, error)
         if error.code not in (*_RETRYABLE, *MOVED):
             raise error_of(error)
         node = attempt.prefill if item.role is NodeRole.PREFILL else attempt.decode
         if error.code == ADAPTER_MISSING and node is not None:
-            self._pool.adapters.bar(node.engine_id, self._call.terms.adapter, error.message)
+            adapter = self._call.terms.adapter
+            self._pool.adapters.bar(node.engine_id, adapter, error.message)
+            if not (self._pool.can_load_adapter(adapter) or self.expected_s()):
+                why = self._pool.why_no_pair(adapter=adapter)
+                raise NodeUnavailableError(f"{error.message}; {why}")
         decode = attempt.decode.engine_id if attempt.decode else ""
         prefill = attempt.prefill.engine_id if attempt.prefill else ""
         self._choice.note_failure(prefill, decode, item, self._silent_of(attempt))

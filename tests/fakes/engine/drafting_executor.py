@@ -6,6 +6,7 @@ The real workers compute and sample. Refuses to know: what is asserted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -98,6 +99,9 @@ class DraftingExecutor:
 
     def pack_adapter(self, adapter: Adapter) -> int:
         return self._executor.pack_adapter(adapter)
+
+    def keep_cores(self) -> AbstractContextManager[None]:
+        return self._executor.keep_cores()
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,9 @@ class Worker:
     def pack_adapter(self, adapter: Adapter) -> int:
         return 100
 
+    def keep_cores(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         return [100]
 
@@ -63,6 +67,7 @@ class Scene:
     """A queue over ``slots``; jobs that start use their adapters until `end`."""
 
     def __init__(self, root: Path, slots: int = 1, *, gives_way: bool = False) -> None:
+        self.root = root
         self.engine, self.clock, self.woken = FakeEngine(slots), VirtualClock(), threading.Event()
         engine = cast("Engine", self.engine)
         self.queue = AdapterQueue(engine, root, self.woken.set, self.clock, gives_way=gives_way)
@@ -80,6 +85,11 @@ class Scene:
             "adapter": self.digests.get(adapter, adapter),
         }  # fmt: skip
         return PrefillCommand(**usual | fields)
+
+    def load(self, adapter: str, *, pinned: bool) -> None:
+        """Give an adapter a slot, as an operator does."""
+        table = self.engine.adapters
+        table.load(table.read(self.root / adapter), pinned=pinned)
 
     def ask(self, request_id: str, adapter: str, **fields: Any) -> None:
         """Let a command come, and start it if it may."""
@@ -185,6 +195,21 @@ def test_what_cannot_be_loaded_fails_and_nothing_else(tmp_path: Path) -> None:
     none = AdapterQueue(cast("Engine", FakeEngine(0)))
     with pytest.raises(AdapterMissingError, match=r"and this node loads no adapters$"):
         none.admit(scene.command("6", "a"), 0.0)
+
+
+def test_no_command_waits_for_a_slot_of_a_pinned_adapter(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.load("a", pinned=True)
+    scene.ask("1", "b")
+    scene.ask("2", "a")
+    scene.turn()
+    assert scene.started == ["2"]
+    (failure,) = scene.failures
+    assert failure.problem.endswith("all slots of this node have pinned adapters")
+    scene.load("a", pinned=False)
+    scene.end("a")
+    scene.ask("3", "b")
+    scene.turn_until("2", "3")
 
 
 def test_waits_end_by_cancel_abort_deadline_and_in_any_case(tmp_path: Path) -> None:

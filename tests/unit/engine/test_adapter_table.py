@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +46,9 @@ class Worker:
         if self.problem is not None:
             raise self.problem
         return 100
+
+    def keep_cores(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @staticmethod
     def check_adapter(files: AdapterFiles) -> None:

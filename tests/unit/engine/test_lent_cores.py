@@ -74,6 +74,27 @@ def test_a_node_computes_on_cores_of_one_that_rests_until_that_one_has_work(tmp_
     assert torch.get_num_threads() == 3
 
 
+def test_cores_are_kept_while_a_thread_beside_the_steps_needs_them(tmp_path: Path) -> None:
+    own, other = node(tmp_path, "0"), node(tmp_path, "1")
+    own.borrow()
+    assert torch.get_num_threads() == 2
+    with other.keep(), other.keep():
+        own.borrow()
+        assert torch.get_num_threads() == 1
+        other.borrow()
+        torch.set_num_threads(1)
+        other.rest()
+        own.borrow()
+        assert torch.get_num_threads() == 1
+    own.borrow()
+    assert torch.get_num_threads() == 2
+    other.borrow()
+    with other.keep():
+        pass
+    own.borrow()
+    assert torch.get_num_threads() == 1, "its steps need them"
+
+
 def test_who_rests_keeps_nothing_of_others(tmp_path: Path) -> None:
     own, _ = node(tmp_path, "0"), node(tmp_path, "1")
     third = node(tmp_path, "2")

@@ -26,7 +26,7 @@ from tests.numerics.vision_checkpoints import (
     make_vision_checkpoint,
 )
 
-pytestmark = [pytest.mark.large, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(240)]
 
 MODEL = "tiny"
 NUM_TOKENS = 8
@@ -42,6 +42,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> VisionCheckpoint:
 @pytest.fixture(scope="module")
 def fleet(checkpoint: VisionCheckpoint) -> Iterator[LocalDeployment]:
     with run_deployment(
+        "--block-size",
+        "4",
+        "--kv-cache-memory",
+        "64M",
         model=checkpoint.folder,
         http=True,
         router_args=["--served-model-name", MODEL, "--generation-config", "none"],
