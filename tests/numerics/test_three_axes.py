@@ -69,7 +69,8 @@ def test_rows_have_the_positions_of_their_own_prompts(
     parts: list[list[tuple[int, tuple[int, int, int]]]], data: st.DataObject
 ) -> None:
     rows = RotaryPositions(len(parts))
-    token_rows, positions, expected = [], [], []
+    token_rows, positions = list[int](), list[int]()
+    expected = []
     for row, prompt in enumerate(parts):
         num_tokens, spans = spans_of(prompt, num_last=6)
         place(rows, row, spans)

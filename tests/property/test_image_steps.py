@@ -183,7 +183,7 @@ class ImagesMachine(RuleBasedStateMachine):
 
     def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Sample for a step that may be launched ahead, whose KV is not followed."""
-        sampled = {}
+        sampled: dict[str, tuple[int, ...]] = {}
         for item in scheduled.scheduled:
             request = item.request
             end = request.num_computed_tokens + request.num_tokens_in_flight

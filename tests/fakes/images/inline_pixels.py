@@ -31,7 +31,7 @@ class InlinePixels(PixelMaker):
         made: dict[bytes, ImagePixels] = {}
         for digest, file in images.files.items():
             try:
-                made[digest] = self._make(file)
+                made[digest] = self._made(file)
             except BatonError as error:
                 self._done.append((images, error_of(images, digest, error)))
                 return
@@ -52,7 +52,7 @@ class InlinePixels(PixelMaker):
 
     def close(self) -> None: ...
 
-    def _make(self, file: bytes) -> ImagePixels:
+    def _made(self, file: bytes) -> ImagePixels:
         self.num_made += 1
         return ImagePixels(read_answer(self._work(file)))
 

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton.api.outputs import FinishReason, TextDelta
+from baton.kv.residency import BlockResidency
 from baton.link.words import NodeRole
 from baton.telemetry.ledger import Ledger
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
@@ -77,7 +78,13 @@ class Source:
         values = dict.fromkeys(EngineMetrics.__dataclass_fields__, 0)
         own = {"blocks": 10, "blocks_free": 4, "requests_running": 3, "requests_waiting": 2}
         own |= {"requests_parked": 1, "preemptions_total": 7, "step_tokens_total": 99}
-        steps = {"steps_by_tokens": (1,) * (len(STEP_TOKENS) + 1), "accepted_drafts_by_place": ()}
+        steps: dict[str, object] = {
+            "steps_by_tokens": (1,) * (len(STEP_TOKENS) + 1),
+            "accepted_drafts_by_place": (),
+            "requests_started_by_priority": {},
+            "preemptions_by_priority": {},
+            "residency": BlockResidency(),
+        }
         return EngineMetrics(**{**values, **own, **steps})  # type: ignore[arg-type]  # by name
 
     def handoff_metrics(self) -> HandoffMetrics:

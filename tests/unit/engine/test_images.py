@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -34,10 +35,11 @@ def engine() -> Iterator[Engine]:
 
 
 def encoder_of(engine: Engine) -> FakeEncoder:
-    model = worker_of(engine.executor).runner._model
-    if getattr(model, "vision", None) is None:
-        model.vision = FakeEncoder(model.model.embed_tokens)  # type: ignore[attr-defined]
-    encoder: FakeEncoder = model.vision  # type: ignore[attr-defined]
+    """Return the engine's encoder, which it gets at the first call."""
+    model: Any = worker_of(engine.executor).runner._model
+    if model.vision is None:
+        model.vision = FakeEncoder(model.model.embed_tokens)
+    encoder: FakeEncoder = model.vision
     return encoder
 
 
