@@ -87,7 +87,7 @@ def parts_of(images: list[Image.Image]) -> list[dict[str, Any]]:
 def expected(checkpoint: VisionCheckpoint, images: list[Image.Image]) -> tuple[list[int], str]:
     """Return the prompt's tokens and the greedy output's text by transformers."""
     marks = "".join(checkpoint.family.expand(checkpoint.process(image)) for image in images)
-    text = f"user:look {marks} now\nassistant:"
+    text = f"user:look {marks} nowassistant:"  # templates lose line ends behind tags
     ids: list[int] = checkpoint.tokenizer(text, add_special_tokens=False).input_ids
     with torch.inference_mode():
         found = checkpoint.theirs.generate(
