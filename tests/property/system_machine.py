@@ -96,7 +96,7 @@ class SystemMachine(RuleBasedStateMachine):
         max_receiving_requests: int,
         local_prefill_threshold: int,
         restarts_at_end: bool,
-        scheduling_policy: str,
+        scheduling_policy: str = SCHEDULING_POLICIES[0],
         **choices: Any,
     ) -> None:
         """Make the cluster; options not given are `Setup`'s defaults."""
