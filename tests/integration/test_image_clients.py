@@ -155,7 +155,12 @@ def test_responses_and_messages_say_the_same(
     ]
     base_url = f"http://{fleet.config.http_listen}"
     with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0) as claude:
-        given: Any = {**GREEDY, "messages": [{"role": "user", "content": blocks}]}
+        given: Any = {
+            "model": MODEL,
+            "max_tokens": NUM_TOKENS,
+            "messages": [{"role": "user", "content": blocks}],
+            "extra_body": {"temperature": 0},
+        }
         message = claude.messages.create(**given)
         assert isinstance(message.content[0], anthropic.types.TextBlock)
         assert text.startswith(message.content[0].text)
