@@ -79,10 +79,14 @@ class ImageLayout(Protocol):
         settings: digest of everything, besides the file, on which an encoding depends.
     """
 
-    marker: str
-    marker_token_id: int
-    placeholder_token_id: int
-    settings: bytes
+    @property
+    def marker(self) -> str: ...
+    @property
+    def marker_token_id(self) -> int: ...
+    @property
+    def placeholder_token_id(self) -> int: ...
+    @property
+    def settings(self) -> bytes: ...
 
     def expand(self, width: int, height: int) -> ImageTokens:
         """Return the tokens of an image of ``width`` x ``height`` pixels.

@@ -120,7 +120,7 @@ def test_openai_streamed_or_not_says_what_transformers_says(
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.choices[0].message.content == text
-    (receipt,) = answer.model_extra["baton"]["receipts"]  # type: ignore[index]
+    (receipt,) = answer.model_extra["baton"]["receipts"]
     assert receipt["num_images"] == num_images
     assert receipt["decode_node"]
     chunks = openai_client.chat.completions.create(

@@ -134,19 +134,6 @@ def test_soft_cap(native: NativeOps, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 @TYPES
-@pytest.mark.parametrize("head_dim", [8, 72])
-@pytest.mark.parametrize("runs", [[(1, 1)], [(2, 410)], [(7, 64), (2, 24), (1, 3)]])
-def test_attend_runs(
-    native: NativeOps, runs: list[tuple[int, int]], head_dim: int, dtype: torch.dtype
-) -> None:
-    num_rows = sum(count * length for count, length in runs)
-    query, *keys_values = torch.randn(3, num_rows, 3, head_dim).to(dtype)
-    joined = torch.stack((query, *keys_values), dim=1)[:, 1:]  # strided
-    found, expected = (ops.attend_runs(query, joined, runs) for ops in (native, reference))
-    close(found, expected)
-
-
-@TYPES
 @pytest.mark.parametrize("rotary_dim", [24, 8])
 @pytest.mark.parametrize("wide", [False, True])
 def test_norm_rotary_store_with_norms_over_all_heads(

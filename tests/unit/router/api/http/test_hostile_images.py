@@ -79,7 +79,7 @@ async def test_every_file_is_decided_in_one_line_while_the_router_answers(scene:
 
     await scene.post("/tokenize", messages=chat(_data_url(PICTURE)))
     before_bytes, asking = resident_memory_bytes(), asyncio.create_task(ask_health())
-    wrong = []
+    wrong: list[tuple[str, object, str]] = []
     for case in FILES:
         reply = await scene.post("/tokenize", messages=chat(_data_url(case.data)))
         answer = await reply.json()
