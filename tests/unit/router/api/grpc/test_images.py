@@ -73,9 +73,12 @@ def test_a_resumable_request_with_an_image_is_repeated() -> None:
     async def work() -> None:
         async with served(images=LIMITS) as (scene, client):
             prompt: Prompt = [{"role": "user", "content": [IMAGE]}]
-            first = await client.generate(prompt, PARAMS, request_id="r", resumable=True)
-            again = await client.generate(prompt, PARAMS, request_id="r", resumable=True)
-            assert first.token_ids == again.token_ids
+            outputs = []
+            for _ in range(2):
+                deltas = client.stream(prompt, PARAMS, request_id="r", resumable=True)
+                outputs.append([t async for delta in deltas for t in delta.token_ids])
+            first, again = outputs
+            assert first == again
             assert len([c for c in scene.prefill.commands if isinstance(c, PrefillCommand)]) == 1
 
     run(work())
