@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -24,6 +25,7 @@ from baton.adapters.digest import AdapterDigest
 from baton.api.changes import SleepLevel, WhenOpen, read_choice
 from baton.api.errors import BatonError, EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, TextDelta
+from baton.api.pooling import Classification, Embedding, Score
 from baton.api.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
@@ -38,10 +40,14 @@ from engine.offline.llm import (
     adapter_per_prompt,
     as_list,
     params_per_prompt,
+    priority_per_prompt,
+    without_images,
 )
+from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.weights_source import WeightsSource, open_source
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 ENGINE_THREAD = "engine"
 _POLL_S = 0.005
@@ -111,6 +117,20 @@ class _Held(NamedTuple):
     adapters: set[str]
 
 
+@dataclass(eq=False)
+class _Pool:
+    """Pooled requests that one thread waits for.
+
+    Attributes:
+        done: set once all answers have ended, or with ``error``.
+        error: why the engine cannot go on.
+    """
+
+    answers: Sequence[PooledAnswer]
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BatonError | None = None
+
+
 class AsyncLLM:
     """Completes prompts for asyncio: the tasks of one or several event loops share one engine.
 
@@ -138,12 +158,16 @@ class AsyncLLM:
     ) -> None:
         self._llm = LLM(model, chat_template=chat_template, adapters=adapters, **options)
         self._open: set[_Call] = set()  # changed by the engine's thread
+        self._pools: list[_Pool] = []  # also changed by the engine's thread
+        self._held_pools: list[_Pool] = []
         self._death = ""
         # During a change of the engine, and during sleep, new calls are held.
         self._held: list[_Held] = []
         self._holds = False
         self._current: object | None = None  # the change in progress
         engine = self.engine
+        setup = self._llm.pooling_setup
+        self._pooling = OfflinePooling(engine, setup, self._llm.tokenizer, self._run_pooled)
         self._thread = EngineLoop(
             self._step, self._die, name=ENGINE_THREAD, when_idle=engine.do_idle_work
         )
@@ -166,6 +190,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Complete each prompt; arguments and results are those of `LLM.generate`.
 
@@ -180,9 +205,10 @@ class AsyncLLM:
         prompt_list = as_list(prompts)
         params_list = params_per_prompt(sampling_params, len(prompt_list))
         names = adapter_per_prompt(adapter, len(prompt_list))
+        priorities = priority_per_prompt(priority, len(prompt_list))
         calls = [
-            self._make_call(prompt, params, name, streams=False)
-            for prompt, params, name in zip(prompt_list, params_list, names, strict=True)
+            self._make_call(*one, streams=False)
+            for one in zip(prompt_list, params_list, names, priorities, strict=True)
         ]
         try:
             await self._begin(calls, set(names))
@@ -199,6 +225,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str] = "",
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
 
@@ -206,7 +233,7 @@ class AsyncLLM:
             conversations: lists of messages with a ``role`` and a ``content``; one or many.
         """
         prompts = self._llm.encode_chats(conversations)
-        return await self.generate(prompts, sampling_params, adapter=adapter)
+        return await self.generate(prompts, sampling_params, adapter=adapter, priority=priority)
 
     async def stream(
         self,
@@ -214,19 +241,53 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         adapter: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
         """Complete one prompt, piece by piece; raises as `generate`, on the first iteration.
 
         The pieces of several outputs (``SamplingParams.n``) are interleaved. Cancelling the task
         or closing the iterator (``aclose``) aborts the request.
         """
-        call = self._make_call(prompt, sampling_params or SamplingParams(), adapter, streams=True)
+        params = sampling_params or SamplingParams()
+        call = self._make_call(prompt, params, adapter, priority, streams=True)
         try:
             await self._begin([call], {adapter})
             async for piece in call.read():
                 yield piece
         finally:
             self._leave([call])
+
+    async def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        adapter: str = "",
+    ) -> list[Embedding]:
+        """Return the embedding of each input; see `LLM.embed`."""
+        embed = functools.partial(
+            self._pooling.embed, prompt_name=prompt_name, dimensions=dimensions
+        )
+        return await self._pool(embed, without_images(inputs), adapter)
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str = "",
+        adapter: str = "",
+    ) -> list[Score]:
+        """Return how well documents fit queries; see `LLM.score`."""
+        score = functools.partial(self._pooling.score, instruction=instruction)
+        return await self._pool(score, pairs_of(queries, documents), adapter)
+
+    async def classify(
+        self, inputs: Prompt | Sequence[Prompt], *, adapter: str = ""
+    ) -> list[Classification]:
+        """Return the most probable label of each input; see `LLM.classify`."""
+        return await self._pool(self._pooling.classify, without_images(inputs), adapter)
 
     async def abort(self, request_id: str) -> None:
         """End an output with the tokens so far: its last piece has ``FinishReason.ABORT``.
@@ -320,11 +381,30 @@ class AsyncLLM:
     # ------------------------------------------------------------------ on the tasks' loops
 
     def _make_call(
-        self, prompt: Prompt, params: SamplingParams, adapter: str, *, streams: bool
+        self, prompt: Prompt, params: SamplingParams, adapter: str, priority: int, *, streams: bool
     ) -> _Call:
         """Check a prompt and make its call; raises InvalidRequestError."""
-        requests = self._llm._make_choices(prompt, params, adapter, compiles_grammar=False)
+        make = self._llm._make_choices
+        requests = make(prompt, params, adapter, priority, compiles_grammar=False)
         return _Call(requests, streams=streams)
+
+    async def _pool(
+        self, pool: Callable[[list[U], AdapterDigest], list[T]], inputs: list[U], adapter: str
+    ) -> list[T]:
+        """Pool inputs on a thread that waits for the engine; other tasks go on meanwhile."""
+        find_digest = functools.partial(self._llm.adapter_digest, adapter)
+        digest = await self._thread.ask(find_digest)
+        return await asyncio.to_thread(pool, inputs, digest)
+
+    def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
+        """Wait until pooled requests have ended; raises EngineDeadError if the engine ends."""
+        if not answers:
+            return
+        pool = _Pool(answers)
+        self._thread.call(functools.partial(self._begin_pool, pool)).result()
+        pool.done.wait()
+        if pool.error is not None:
+            raise pool.error
 
     async def _begin(self, calls: Sequence[_Call], adapters: set[str]) -> None:
         """Submit calls to the engine between two steps.
@@ -407,6 +487,14 @@ class AsyncLLM:
             call.answers = self._llm._begin(call.requests, streams=call.streams)
             self._open.add(call)
 
+    def _begin_pool(self, pool: _Pool) -> None:
+        """Submit pooled requests, or hold them until the change in progress has ended."""
+        if self._holds:
+            self._held_pools.append(pool)
+        else:
+            self._llm.begin_pooled(pool.answers)
+            self._pools.append(pool)
+
     def _start_change(self, change: object, how: WhenOpen) -> None:
         """Note that the engine is changing; raises InvalidRequestError if it cannot now."""
         if self._current is not None:
@@ -433,6 +521,9 @@ class AsyncLLM:
         self._holds = weights.is_asleep
         if self._holds:
             return
+        pools, self._held_pools = self._held_pools, []
+        for pool in pools:
+            self._begin_pool(pool)
         held, self._held = self._held, []
         for one in held:
             try:
@@ -442,7 +533,10 @@ class AsyncLLM:
                     _send(call, _News(error=error))
 
     def _tell(self) -> None:
-        """Give each task its news, in one message per loop."""
+        """Give each task its news, in one message per loop, and wake threads that pool."""
+        for pool in [one for one in self._pools if all(answer.ended for answer in one.answers)]:
+            self._pools.remove(pool)
+            pool.done.set()
         by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[_Call, _News]]](list)
         for call in list(self._open):
             news = call.take_news()
@@ -472,8 +566,11 @@ class AsyncLLM:
         held = [call for one in self._held for call in one.calls]
         for call in [*self._open, *held]:
             _send(call, _News(error=EngineDeadError(why)))
-        self._open.clear()
-        self._held.clear()
+        for pool in (*self._pools, *self._held_pools):
+            pool.error = EngineDeadError(why)
+            pool.done.set()
+        for ended in (self._open, self._held, self._pools, self._held_pools):
+            ended.clear()
 
     def _close(self) -> None:
         self._thread.stop()

@@ -46,7 +46,7 @@ from baton.checkpoint.model_folder import find_model_folder
 from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.answers import check_generates
 from baton.checkpoint.pooling.choices import AUTO
-from baton.checkpoint.pooling.setup import read_setup
+from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
 from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
 from engine.offline.images import ImagePrompt, take_images, with_images
-from engine.offline.pooling import OfflinePooling, PooledAnswer
+from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.weights_source import WeightsSource, open_source
 from engine.weights import ServedWeights
 
@@ -234,9 +234,9 @@ class LLM:
         Raises:
             InvalidRequestError: the model makes no embeddings, or an input is outside its limit.
         """
-        digest = self._adapter_digest(adapter)
+        digest = self.adapter_digest(adapter)
         return self._pooling.embed(
-            _without_images(inputs), digest, prompt_name=prompt_name, dimensions=dimensions
+            without_images(inputs), digest, prompt_name=prompt_name, dimensions=dimensions
         )
 
     def score(
@@ -258,15 +258,8 @@ class LLM:
         Raises:
             InvalidRequestError: the model makes no scores, or a text is outside its limit.
         """
-        texts = [documents] if isinstance(documents, str) else list(documents)
-        asked = [queries] if isinstance(queries, str) else list(queries)
-        if len(asked) == 1:
-            asked *= len(texts)
-        if len(asked) != len(texts):
-            problem = f"must be one, or one per document ({len(texts)}), got {len(asked)}"
-            raise InvalidRequestError("queries", problem)
-        pairs = list(zip(asked, texts, strict=True))
-        digest = self._adapter_digest(adapter)
+        pairs = pairs_of(queries, documents)
+        digest = self.adapter_digest(adapter)
         return self._pooling.score(pairs, digest, instruction=instruction)
 
     def classify(
@@ -277,17 +270,27 @@ class LLM:
         Raises:
             InvalidRequestError: the model has no labels, or an input is outside its limit.
         """
-        return self._pooling.classify(_without_images(inputs), self._adapter_digest(adapter))
+        return self._pooling.classify(without_images(inputs), self.adapter_digest(adapter))
 
-    def _adapter_digest(self, name: str) -> AdapterDigest:
+    @property
+    def pooling_setup(self) -> PoolingSetup:
+        """Return what the checkpoint does besides generating text."""
+        return self._pooling.setup
+
+    def adapter_digest(self, name: str) -> AdapterDigest:
+        """Return the digest of an adapter by name, loaded; an empty name means the base model."""
         self._load_named({name})
         return self._named(name).digest if name else NO_ADAPTER
 
-    def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
-        """Run pooled requests to their ends."""
+    def begin_pooled(self, answers: Sequence[PooledAnswer]) -> None:
+        """Submit pooled requests to the engine."""
         for answer in answers:
             self._answers[answer.request.request_id] = answer
             self.engine.add_request(answer.request)
+
+    def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
+        """Run pooled requests to their ends."""
+        self.begin_pooled(answers)
         while not all(answer.ended for answer in answers):
             self._step()
 
@@ -730,7 +733,7 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
         yield lambda num: bar.advance(task, num)
 
 
-def _without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
+def without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
     """Return inputs to pool as a list; raises InvalidRequestError for prompts with images."""
     listed = [one for one in as_list(inputs) if not isinstance(one, Mapping)]
     if len(listed) < len(as_list(inputs)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
@@ -89,7 +90,7 @@ class OfflinePooling:
     ) -> None:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
-        self._num_requests = 0
+        self._numbers = itertools.count(1)  # of requests; safe from several threads
 
     def embed(
         self,
@@ -184,9 +185,8 @@ class OfflinePooling:
         return answers
 
     def _request(self, token_ids: list[int], params: PoolingParams, adapter: str) -> Request:
-        self._num_requests += 1
         return Request.create(
-            f"offline-pooled-{self._num_requests}",
+            f"offline-pooled-{next(self._numbers)}",
             token_ids,
             _NO_SAMPLING,
             seed=0,
@@ -225,3 +225,15 @@ class OfflinePooling:
             problem = "this checkpoint has no tokenizer.json: give token ids"
             raise InvalidRequestError("input", problem)
         return self._tokenizer
+
+
+def pairs_of(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Pair each document with its query; raises InvalidRequestError if their numbers differ."""
+    texts = [documents] if isinstance(documents, str) else list(documents)
+    asked = [queries] if isinstance(queries, str) else list(queries)
+    if len(asked) == 1:
+        asked *= len(texts)
+    if len(asked) != len(texts):
+        problem = f"must be one, or one per document ({len(texts)}), got {len(asked)}"
+        raise InvalidRequestError("queries", problem)
+    return list(zip(asked, texts, strict=True))

@@ -178,3 +178,45 @@ def test_a_step_that_fails_ends_all_calls_and_is_dumped_once(
 
     asyncio.run(run())
     assert len(list(tmp_path.glob("baton-crash-*.json"))) == 1
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Iterator[AsyncLLM]:
+    made = AsyncLLM(str(DEMO_MODEL), pooling="last", **OPTIONS)
+    yield made
+    asyncio.run(made.close())
+
+
+def test_embeddings_and_scores_are_those_of_llm(embedder: AsyncLLM) -> None:
+    alone = LLM(str(DEMO_MODEL), pooling="last", **OPTIONS)
+
+    async def run() -> None:
+        many = await asyncio.gather(*(embedder.embed([one, "x"]) for one in PROMPTS))
+        scores = await embedder.score(PROMPTS[0], PROMPTS)
+        for found, prompt in zip(many, PROMPTS, strict=True):
+            assert [one.vector.tolist() for one in found] == [
+                one.vector.tolist() for one in alone.embed([prompt, "x"])
+            ]
+        assert [one.score for one in scores] == [
+            one.score for one in alone.score(PROMPTS[0], PROMPTS)
+        ]
+        with pytest.raises(InvalidRequestError, match="queries"):
+            await embedder.score(PROMPTS[:2], PROMPTS)
+        await has_no_request(embedder)
+
+    asyncio.run(run())
+
+
+def test_embeddings_that_wait_when_the_engine_closes_raise() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(str(DEMO_MODEL), pooling="last", **OPTIONS)
+        await llm.pause()
+        waiting = asyncio.create_task(llm.embed("x"))
+        await asyncio.sleep(0.05)
+        await llm.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await waiting
+        with pytest.raises(EngineDeadError):
+            await llm.embed("y")
+
+    asyncio.run(run())
