@@ -6,6 +6,7 @@ Refuses to know: families, tensors, weights, forward passes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from models.rope_config import RopeConfig
 from models.vision.specs import VisionSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,15 +210,22 @@ def _with_vision(config: ModelConfig, fields: Fields, part: Family | TextPart) -
         config: configuration of the text part.
         fields: fields of the whole model.
         part: the entry in the family's file.
+
+    A vision encoder that is not supported costs a warning: the text part still answers.
     """
     if part.vision is None:
+        return config
+    try:
+        vision = part.vision(fields)
+    except ModelLoadError as error:
+        logger.warning("prompts may have no images: %s", error)
         return config
     recipe = config.recipe
     if part.axes is not None:
         rope, pairs = rope_fields(fields), config.rope.rotary_dim(config.head_dim) // 2
         axes = part.axes.axes(rope, pairs)
         recipe = replace(recipe, ropes=tuple(replace(one, axes=axes) for one in recipe.ropes))
-    return replace(config, recipe=recipe, vision=part.vision(fields))
+    return replace(config, recipe=recipe, vision=vision)
 
 
 def _architecture(fields: Fields) -> tuple[str, Head]:
