@@ -27,7 +27,7 @@ _ENTRIES = {
     ),
     "plugins": Entry(
         "baton.cli.doctor.plugins:list_plugins",
-        "List the plug-ins of installed packages, and whether they may be used.",
+        "List the plug-ins of installed packages; import those that BATON_PLUGINS allows.",
     ),
     "model": Entry("baton.cli.model_command:app", "Show how much memory a model needs."),
     "bench": Entry(

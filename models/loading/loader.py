@@ -110,7 +110,8 @@ def load_model(
         other = "" if packer is None else ", but for integers and float8 that kernels multiply"
         logger.info("weights are stored as %s, and are kept in %s%s", method, kind, other)
     with ExitStack() as files:
-        stored = with_prefix(open_weights(path, config, files), config.recipe.stored_prefix)
+        stored = open_weights(path, config, files)
+        stored = with_prefix(stored, config.recipe.stored_prefix, frozenset(whole.places))
         if (experts := config.experts) is not None:
             stored = split_fused_experts(
                 stored,

@@ -6,7 +6,7 @@ Refuses to know: how networks compute.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from models.family import TextPart
@@ -138,11 +138,16 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
     return kept
 
 
-def with_prefix(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+def with_prefix(
+    stored: Mapping[str, Stored], prefix: str, expected: Collection[str]
+) -> dict[str, Stored]:
     """Return tensors under a generating model's names.
 
     A model that was saved without its head, as for embeddings, has names without the prefix.
+
+    Args:
+        expected: names of a generating model's tensors.
     """
-    if any(name.startswith(prefix) for name in stored):
+    if any(name in expected and not name.startswith(_HEADS) for name in stored):
         return dict(stored)
     return {name if name.startswith(_HEADS) else prefix + name: one for name, one in stored.items()}

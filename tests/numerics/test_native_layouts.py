@@ -35,7 +35,8 @@ def test_all_structs_that_functions_take_are_compared() -> None:
         ),
         (
             "attention.h", "const float *sinks;", "",
-            "field 24 of attention_call is nothing in C, and pointer sinks in AttentionCall",
+            "field 24 of attention_call is pointer row_ends in C, and pointer sinks in "
+            "AttentionCall",
         ),
         (
             "states.c", "*segment_start_loc, *read_slots", "*read_slots, *segment_start_loc",

@@ -25,7 +25,9 @@ class Front(Protocol):
     def engine(self) -> Engine: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def generate(self, prompts: Any, params: Any = None) -> list[Completion]: ...
+    def generate(
+        self, prompts: Any, params: Any = None, *, priority: int | Sequence[int] = 0
+    ) -> list[Completion]: ...
     def chat(self, conversations: Any, params: Any = None) -> list[Completion]: ...
     def stream(
         self, prompt: Any, params: SamplingParams | None = None
@@ -39,9 +41,13 @@ class BlockingAsyncLLM:
         self.llm, self.engine, self.tokenizer = llm, llm.engine, llm.tokenizer
 
     def generate(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
-        return asyncio.run(self.llm.generate(prompts, params))
+        return asyncio.run(self.llm.generate(prompts, params, priority=priority))
 
     def chat(self, conversations: Any, params: SamplingParams | None = None) -> list[Completion]:
         return asyncio.run(self.llm.chat(conversations, params))
