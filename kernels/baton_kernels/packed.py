@@ -367,22 +367,28 @@ class Float8Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """``[out_features, in_features]``, cut into panels of neighbouring outputs.
+    """A weight ``[out_features, in_features]``, cut into panels of neighbouring outputs.
 
     ::
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is padded with zeros. 8-bit numbers are symmetric: each output's largest weight
-    becomes 127, or 448 in float8. bfloat16 and float8 are stored in pairs of inputs, padded with 0,
-    for instructions that multiply pairs: ``[panel, pair, output, 2]``.
+    The last panel is padded with zeros. In int8, each output's largest absolute weight is stored as
+    127; in float8, as 448. For instructions that multiply pairs of inputs, bfloat16 and float8 are
+    stored as ``[panel, pair, output, 2]``, padded with 0.
 
-    Codes are stored as ``[panel, step, output, 4 bytes]``. A step has 4 inputs of 8 bits, or 8
-    inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. 16 inputs
-    of 6 bits take three steps. Two have bits 0 to 3 of each code, like steps of 4 bits. Byte i of
-    the third has bits 4 and 5 of inputs i, i + 4, i + 8, i + 12, from the lowest bits on. A weight
-    is ``(code - 2 ** (bits - 1)) * scale``, or with minima ``code * scale + minimum``. Codes of
-    e2m1 are indexes into `E2M1_TWICE`. Products with codes round the inputs, see `rounded_inputs`.
+    Codes (integers with a scale per group of inputs) are stored as ``[panel, step, output, 4
+    bytes]``::
+
+        8 bits   a step has 4 inputs, one per byte
+        4 bits   a step has 8 inputs: 0 to 3 in the bytes' low halves, 4 to 7 in the high halves
+        6 bits   three steps have 16 inputs: two steps as for 4 bits, with bits 0 to 3 of each code;
+                 byte i of the third has bits 4 and 5 of inputs i, i + 4, i + 8 and i + 12, input i
+                 in the lowest bits
+
+    A weight is ``(code - 2 ** (bits - 1)) * scale``; with minima, ``code * scale + minimum``. Codes
+    of e2m1 are indexes into `E2M1_TWICE`. Before inputs are multiplied by codes, they are rounded,
+    see `rounded_inputs`.
     """
 
     format: WeightFormat

@@ -6,8 +6,9 @@
                                               |
                                               +-> deep layers' own mergers, side by side behind it
 
-Patches come in the order of the squares that become one embedding. Most of Qwen2.5-VL's layers
-attend within windows, for which the squares are sorted, and put back at the end.
+Patches that become one embedding form a square; patches come square by square. Most of Qwen2.5-VL's
+layers attend within windows. For them, squares are sorted by window first, and back into the order
+of the image at the end.
 Refuses to know: how images are resized (`baton/media/layouts/qwen.py`), the text network.
 """
 
@@ -125,7 +126,7 @@ class _QwenTransformer(nn.Module):
         return rotation_by_axes(*places, each, each)
 
     def _learned(self, places: _Places, rows: int, columns: int) -> Tensor:
-        """Return each patch's learned position, between those of its four neighbours."""
+        """Return each patch's position: the four nearest learned ones, interpolated linearly."""
         side = self._spec.positions_per_side
         assert side is not None
         of_rows, of_columns = (
@@ -142,7 +143,7 @@ class _QwenTransformer(nn.Module):
 
 
 def _neighbours(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return two learned positions per patch, and the share of each, ``[num_patches]``.
+    """Return the two nearest learned positions per patch, and their weights, ``[num_patches]``.
 
     Args:
         place: the patches' rows, or columns.

@@ -129,7 +129,7 @@ class _Connector(nn.Module):
         self.modality_projection = nn.ModuleDict({"proj": proj})
 
     def forward(self, x: Tensor, num_tiles: int) -> Tensor:
-        """``[tiles * n, hidden_size]`` -> ``[tiles * n / scale^2, text_size]``."""
+        """Map ``[tiles * n, hidden_size]`` to ``[tiles * n / scale^2, text_size]``."""
         scale, side = self._scale, int((len(x) // num_tiles) ** 0.5)
         cut = x.view(num_tiles, side // scale, scale, side // scale, scale, x.shape[1])
         joined = cut.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(0, 2)

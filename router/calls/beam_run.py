@@ -82,7 +82,7 @@ def begin_search(
 
 
 class BeamRun:
-    """Search the best outputs of one call's prompt, once for all streams that ask for one.
+    """Searches the best outputs of a call's prompt once; each stream then reads one output.
 
     Args:
         call: the checked call; its timeout limits the whole search.
@@ -194,6 +194,6 @@ class BeamRun:
 
 
 def _without_request_rate(principal: Principal) -> Principal:
-    """Return a principal whose steps count as tokens only, as its request is counted already."""
+    """Return a copy of a principal whose steps only count as tokens: the request is counted."""
     limits = dataclasses.replace(principal.limits, requests_per_minute=0.0)
     return dataclasses.replace(principal, limits=limits)

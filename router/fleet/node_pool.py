@@ -300,7 +300,7 @@ class NodePool:
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # after a stall the node hung up and is alive
+            if not self._is_held_up:  # else the node hung up because this router stalled; it lives
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
