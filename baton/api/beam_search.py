@@ -17,7 +17,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
-MAX_BEAM_TOKENS = 1024  # of an output; a router runs a call for each beam and token
+MAX_BEAM_TOKENS = 1024  # most tokens of an output; a router runs a call for each beam and token
 MAX_PENALTY = 10  # larger powers of a length may overflow a float
 
 EarlyStopping = bool | Literal["never"]

@@ -684,7 +684,7 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # else `update` frees, once no step writes there
+        if not request.num_tokens_in_flight:  # else `update` frees blocks once no step writes them
             self.kv_cache_manager.free(request)
 
 

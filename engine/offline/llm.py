@@ -62,7 +62,7 @@ from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_CHARS = 256  # of an adapter's name
+_MAX_NAME_CHARS = 256  # most characters of an adapter's name
 _POLL_S = 0.002
 
 Prompt = str | Sequence[int] | ImagePrompt
@@ -129,7 +129,7 @@ class LLM:
             raise
         # Requests in progress, by request id.
         self._answers: dict[str, Answer | PooledAnswer] = {}
-        self._numbers = itertools.count(1)  # of prompts, for request ids
+        self._numbers = itertools.count(1)  # numbers of prompts, for request ids
         self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._dead = False
 

@@ -90,7 +90,7 @@ class OfflinePooling:
     ) -> None:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
-        self._numbers = itertools.count(1)  # of requests; safe from several threads
+        self._numbers = itertools.count(1)  # numbers of requests; safe from several threads
 
     def embed(
         self,

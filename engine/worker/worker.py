@@ -207,7 +207,7 @@ class Worker:
         Returns the packed size in bytes; raises AdapterError.
         """
         assert self._adapters is not None, "max_adapters is 0"
-        with on_one_thread():  # the others compute steps
+        with on_one_thread():  # all other threads compute steps
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
@@ -275,11 +275,11 @@ class Worker:
         """Load other weights for this worker's model, on a thread of its own.
 
         Raises:
-            ModelLoadError: a tensor is missing, unknown, of another shape or kind, not finite, or
-                its layers would be computed or cached otherwise than the old ones.
+            ModelLoadError: a tensor is missing, unknown, of another shape or dtype, or not finite;
+                or layers would be computed or cached in another way than the old ones.
         """
         make_current(self.device)
-        with on_one_thread():  # the others compute steps
+        with on_one_thread():  # all other threads compute steps
             check_finite(folder, ModelConfig.from_folder(folder))
             model = self._load_model(folder, is_kept=is_kept)
             if describe_weights(self.config.weights, self._packer, model) != self.linear_weights:
@@ -290,7 +290,7 @@ class Worker:
         return LoadedWeights(model, drafter)
 
     def _use(self, loaded: LoadedWeights | None) -> None:
-        """Compute with these weights from now on; None: let go of the model."""
+        """Compute with these weights from now on; None: free the model and compute nothing."""
         if loaded is None:
             self._adapters = None
             self.runner.close()

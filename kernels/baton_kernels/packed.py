@@ -449,7 +449,7 @@ class PackedWeight:
 
         Args:
             empty: allocates the large tensors.
-            layout: layout of codes; None: as `pack_rows` makes it.
+            layout: layout of codes; None: the layout that `pack_rows` uses.
             has_gaps: whether rows of any panel may stay unwritten; all rows begin as 0.
         """
         num_panels = -(-out_features // width)

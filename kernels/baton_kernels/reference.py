@@ -84,7 +84,7 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Append each row of ``y`` to the row of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
+    """Append each row of ``y`` ``[n, b]`` to the row of ``x`` ``[n, a]``: ``[n, a + b]``."""
     return torch.cat([x, y], dim=-1)
 
 

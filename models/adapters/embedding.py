@@ -60,7 +60,7 @@ class AdaptedEmbedding(nn.Module):
         self._step = step
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
+        """Map token ids ``[num_tokens]`` to embeddings ``[num_tokens, hidden_size]``."""
         out: Tensor = self.layer(input_ids)
         for rows, part in self._step.found(self.loaded):
             part.add_to(out[rows], input_ids[rows])

@@ -133,7 +133,7 @@ def refuse_large(
 
 
 def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return a layer's product without its activation: ``[n, in]`` -> ``[n, out_features]``."""
+    """Multiply ``[n, in]`` by a layer's weight, without activation: ``[n, out_features]``."""
     if activation_of(layer) is None:
         product: Tensor = layer(x)
         return product

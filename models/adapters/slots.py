@@ -73,7 +73,7 @@ class AdaptedLinear(nn.Module):
         self._activation = activation_of(layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[num_tokens, in_features]`` -> the layer's result, adapted."""
+        """Return the layer's adapted result for ``[num_tokens, in_features]``."""
         found = self._step.found(self.loaded)
         if not found:
             result: Tensor = self.layer(x)

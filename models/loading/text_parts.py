@@ -94,7 +94,7 @@ def with_vision_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _vision_name(name: str) -> str | None:
-    """Return a vision tensor's name in a model that computes images; None: another tensor."""
+    """Return a vision tensor's name in a model that computes images; None: no vision tensor."""
     of_vision = name.removeprefix("model.")
     if not of_vision.startswith(_OF_IMAGES):
         return None
@@ -104,7 +104,7 @@ def _vision_name(name: str) -> str | None:
 
 
 def text_name(name: str) -> str | None:
-    """Return the name in a text model of a tensor or layer; None: it is of the image part."""
+    """Return a tensor's or layer's name in a text model; None: it belongs to the image part."""
     if _vision_name(name) is not None:
         return None
     prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")

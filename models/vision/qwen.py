@@ -187,7 +187,7 @@ class _Merger(nn.Module):
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[num_patches, hidden_size]`` -> ``[num_patches / merge^2, text_size]``."""
+        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         joined = self.ln_q(x).view(len(x) // self._square, -1)
         result: Tensor = self.mlp["2"](ACTIVATIONS["gelu"](self.mlp["0"](joined)))
         return result
@@ -205,7 +205,7 @@ class _ThirdMerger(nn.Module):
         self.linear_fc2 = nn.Linear(joined, spec.text_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[num_patches, hidden_size]`` -> ``[num_patches / merge^2, text_size]``."""
+        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         shape = (len(x) // self._square, -1)
         joined = self.norm(x.view(shape)) if self._is_deep else self.norm(x).view(shape)
         result: Tensor = self.linear_fc2(ACTIVATIONS["gelu"](self.linear_fc1(joined)))

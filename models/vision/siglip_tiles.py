@@ -73,7 +73,7 @@ class _TileTransformer(nn.Module):
         self.post_layernorm = nn.LayerNorm(spec.layers.hidden_size, eps=spec.layers.norm_eps)
 
     def forward(self, tiles: Tensor) -> Tensor:
-        """``[tiles, 3, side, side]`` -> ``[tiles * patches of a tile, hidden_size]``."""
+        """Map ``[tiles, 3, side, side]`` to ``[tiles * patches of a tile, hidden_size]``."""
         x = self.embeddings(tiles)
         runs = ((len(tiles), len(x) // len(tiles)),)
         result: Tensor = self.post_layernorm(self.encoder(x, runs))
@@ -92,7 +92,7 @@ class _TileEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(self._num_positions**2, size)
 
     def forward(self, tiles: Tensor) -> Tensor:
-        """``[tiles, 3, side, side]`` -> ``[tiles * patches of a tile, hidden_size]``."""
+        """Map ``[tiles, 3, side, side]`` to ``[tiles * patches of a tile, hidden_size]``."""
         patches, sides = cut_patches(tiles, self._patch_size)
         embedded = self.patch_embedding(patches)  # [tiles * patches of a tile, hidden_size]
         places = _positions(*sides, self._num_positions).to(embedded.device)

@@ -45,7 +45,7 @@ from router.intake.prompt_reader import PairPrompt
 from router.intake.texts import ChatPrompt
 
 MAX_INPUTS = 2048
-MAX_INPUT_TOKENS = 2**20  # of all inputs of a request together
+MAX_INPUT_TOKENS = 2**20  # most tokens of a request's inputs together
 MAX_NUMBERS = 2**21  # numbers in a response: 8 MiB as float32
 _AT_ONCE = 64  # calls of one request that wait or run at the same time
 # Nothing is sampled; these parameters only end a call with its prompt.

@@ -31,7 +31,7 @@ class EncoderCache:
         self.num_used = 0
         self.num_held = 0
         self._sizes: dict[bytes, int] = {}
-        self._holders: dict[bytes, set[Holder]] = {}  # of held encodings
+        self._holders: dict[bytes, set[Holder]] = {}  # by digest; only held encodings
         self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}  # by request id
         self._free: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 

@@ -153,7 +153,7 @@ class ImageSteps:
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepImages | None:
         """Return what the step does with images; None: nothing. Call once per planned step."""
         placed: list[PlacedImage] = []
-        row = 0  # of the request's first token in the step
+        row = 0  # row in the step of the request's first token
         for item in scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
             if request.images is not None:

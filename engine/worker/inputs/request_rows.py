@@ -47,7 +47,7 @@ class RequestRows:
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
         self._adapters: dict[int, str] = {}  # digests, by row; of rows with an adapter
-        self._pooling: dict[int, PoolingParams] = {}  # by row; of rows that are pooled
+        self._pooling: dict[int, PoolingParams] = {}  # by row; only rows of pooled requests
         # All known tokens, by row; of rows whose sampling looks back at them.
         self._known: dict[int, list[int]] = {}
 

@@ -95,7 +95,7 @@ class WorkerWeights:
             tensor.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
         else:
-            release_pages(tensor)  # they read as zeros afterwards
+            release_pages(tensor)  # the cache reads as zeros afterwards
 
     def wake(self) -> None:
         """Compute again with the weights that a sleep kept."""

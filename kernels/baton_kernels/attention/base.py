@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why the backend takes no float8 cache on a device, as a phrase; None: it does."""
+        """Return why a device cannot have a float8 cache, as a phrase; None: it can."""
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -650,7 +650,11 @@ class NativeOps:
 
     @property
     def find_run(self) -> Callable[[int, int, int, int], int]:
-        """Return `lookup.find_run` for int32 tokens: (address, number, least, most) -> place."""
+        """Return the C `lookup.find_run` for int32 tokens.
+
+        The function takes the tokens' address and number, and the least and most length of a run.
+        It returns the position after the earlier copy, or -1.
+        """
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found
 
