@@ -141,9 +141,9 @@ class Scheduler:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Give a parked request its cached blocks, all other blocks, and one decode block.
 
-        Returns None if too few blocks are free besides those that waiting requests need; by
-        priority, only those that go before this request. Requests that wait for their turn in a
-        step, and not for blocks, delay no grant.
+        Blocks that waiting requests need are reserved; with priorities, only requests that go
+        before this one count. Requests that wait for a place in a step, not for blocks, reserve
+        none. Returns None if too few other blocks are free.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -60,7 +60,7 @@ def begin_search(
         dispatcher: runs the steps' calls.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or means nothing in a beam search.
+        InvalidRequestError: a parameter is out of range, or has no meaning in a beam search.
         OverloadedError: the caller's limits allow no request now.
     """
     params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
@@ -96,7 +96,7 @@ class BeamRun:
         self._search = BeamSearch(params, min(params.max_tokens, max_tokens))
         self._of_step = SamplingParams(max_tokens=1, temperature=0, logprobs=params.num_candidates)
         self._principal = _without_request_rate(call.terms.principal)
-        self._first: Receipt | None = None  # of the call that computed the prompt
+        self._first: Receipt | None = None  # receipt of the call that computed the prompt
         self._task: asyncio.Task[list[Beam]] | None = None
 
     async def stream(self, place: int) -> AsyncGenerator[TextDelta, None]:

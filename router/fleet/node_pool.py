@@ -73,8 +73,7 @@ class NodePool:
         may_self_prefill: whether decode nodes may compute prompts.
         engine_timeout_s: a node is stuck if one of its threads stays in one round for this long,
             and much longer than in any round before.
-        vocab_size: size of the model's vocabulary; a node that sends larger token ids is cut off.
-            token ids.
+        vocab_size: size of the model's vocabulary; a node that sends larger token ids is removed.
         clock: returns monotonic seconds.
         router_id: id of the router; None: a random one.
         gate: decides which nodes may join now; None: a gate of this pool's own. Pools of one router
@@ -479,7 +478,7 @@ class NodePool:
 
     @property
     def prompt_fleet(self) -> Fleet:
-        """Prefill nodes that may get prompts now which no decode node continues."""
+        """Prefill nodes that may now get pooled prompts, which need no decode node."""
         if self._prompt_fleet is None:
             ready = filter(self.is_eligible, self._nodes.values())
             self._prompt_fleet = make_prompt_fleet(ready, self.rollout.may_serve)
