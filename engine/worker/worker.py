@@ -211,7 +211,7 @@ class Worker:
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core meanwhile, as a thread beside the steps computes; safe from any thread."""
+        """Lend no core inside this context: a thread computes beside steps. Safe from any thread."""
         return nullcontext() if self._lent_cores is None else self._lent_cores.keep()
 
     def load_adapter(self, adapter: Adapter) -> int:
@@ -220,7 +220,7 @@ class Worker:
         return self._adapters.load(adapter)
 
     def unload_adapter(self, digest: AdapterDigest) -> None:
-        """Let go of an adapter between steps."""
+        """Unload an adapter between steps."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.unload(digest)
 
@@ -249,7 +249,7 @@ class Worker:
         self._weights.drop()
 
     def sleep(self, level: str, keeps_kv_memory: bool) -> None:
-        """Give memory back until `wake` or `use_weights`; see `SleepLevel`."""
+        """Free memory until `wake` or `use_weights`; see `SleepLevel`."""
         self._weights.sleep(SleepLevel(level), keeps_kv_memory=keeps_kv_memory)
 
     def wake(self) -> None:

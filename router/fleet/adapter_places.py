@@ -53,7 +53,7 @@ class AdapterPlaces:
         self._asked: dict[tuple[str, str], float] = {}  # (engine id, digest): since; oldest first
 
     def set_sources(self, sources: Mapping[str, AdapterSource]) -> None:
-        """Set the sources of the adapters that have names; other adapters' sources stay for a while.
+        """Set the sources of adapters that have names; other adapters' sources stay for a while.
 
         Args:
             sources: by digest.

@@ -61,7 +61,7 @@ class ServedIdentity:
         return node.identity == self.served
 
     def follow_nodes(self) -> None:
-        """Stop requiring the weights of the router's folder: an operator changes the nodes' weights.
+        """Stop requiring the weights of the router's folder: an operator changes nodes' weights.
 
         Otherwise the first node with the folder's weights would replace the nodes with new ones.
         """
