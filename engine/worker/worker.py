@@ -211,7 +211,7 @@ class Worker:
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core inside this context: a thread computes beside steps. Safe from any thread."""
+        """Lend no core inside this context, where a thread computes; safe from any thread."""
         return nullcontext() if self._lent_cores is None else self._lent_cores.keep()
 
     def load_adapter(self, adapter: Adapter) -> int:

@@ -23,9 +23,9 @@ INPUT_BLOCK = 64
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
 FLOAT8_GROUP = 128  # float8: a multiple of this many inputs has one scale
-# Bits of a code -> the number of inputs whose multiples rows are padded to.
+# Bits of a code -> rows are padded to a multiple of this number of inputs.
 _STEPS = {8: 8, 6: 16, 4: 8}
-# Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled as 1 stands for 0.5; in the order of
+# Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled to be integers; in the order of
 # codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _QUAD = 4  # adjacent codes of one output
@@ -99,8 +99,9 @@ class CodeLayout:
         group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; for
             `FP8`, a multiple of `FLOAT8_GROUP`.
         scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
-        minima: dtype of the minima; None: no minima, and codes are symmetric. int8: multiples of a
-            factor of their own if scales have factors, else zero points, multiples of the scale.
+        minima: dtype of the minima; None: no minima, and codes are symmetric. int8: if scales have
+            factors, minima are multiples of a factor of their own; otherwise minima are zero
+            points, multiples of the scale.
         factors: dtype of the factors; None: no factors.
         is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
     """
@@ -266,7 +267,7 @@ class GroupedIntegers:
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Give parts of one weight the same layout; values stay equal to the bit.
+        """Give parts of one weight the same layout, without changing any value.
 
         Scales or minima of different kinds become float32.
         """

@@ -24,7 +24,7 @@ class EmbeddingLowRank:
     """An adapter's part of an embedding.
 
     Attributes:
-        table: ``[vocab_size, rank]``; with several ranks, of a rank's share of the vocabulary.
+        table: ``[vocab_size, rank]``; if ranks divide the vocabulary, only this rank's rows.
         b: ``[hidden_size, rank]``.
     """
 

@@ -88,7 +88,7 @@ def _without_axes(rope: Fields) -> dict[str, object]:
 
 
 def with_vision_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return all tensors, those of the vision encoder as `VISION` and their name."""
+    """Return all tensors; the names of the vision encoder's tensors begin with `VISION`."""
 
     return {_vision_name(name) or name: one for name, one in stored.items()}
 
@@ -116,8 +116,8 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
 
     Args:
         stored: the tensors of the whole model, by name.
-        images: whether to return the vision encoder's tensors, too, each as `VISION` and its name.
-            Otherwise they are left out, which is logged once.
+        images: whether to return the vision encoder's tensors, too, under names that begin with
+            `VISION`. Otherwise they are left out, which is logged once.
     """
     kept: dict[str, Stored] = {}
     left_out: list[str] = []

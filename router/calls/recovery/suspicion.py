@@ -127,7 +127,7 @@ class Suspicion:
 
         if self._work is Work.TOKENS or not fleet.prefills:
             return fleet.only(decode=is_room) or fleet
-        # Rule out pairs without a prefill node: the decode node would compute the prompt itself.
+        # Rule out pairs without a prefill node, whose decode node would compute the prompt.
         pairs = {("", node.engine_id) for node in fleet.self_prefilling}
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 

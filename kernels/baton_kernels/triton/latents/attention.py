@@ -256,7 +256,10 @@ def latent_prompts(
     TILE: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Grid (num_groups, num_tiles): some heads of some tokens of one request."""
+    """Attend for requests that compute several tokens. Grid (num_groups, num_tiles).
+
+    A program computes one group of heads for one tile of tokens.
+    """
     group, tile = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + tile * 4)
     first_row = tl.load(tiles + tile * 4 + 1).to(tl.int64)
