@@ -35,7 +35,7 @@ class NewWeights:
     Attributes:
         folder: the folder.
         digest: digest of the weights: their version.
-        source: the source, for people.
+        source: the source as users named it, for messages.
         is_kept: whether the files stay after `close`.
     """
 

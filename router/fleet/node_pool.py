@@ -421,7 +421,7 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
-            # One text is kept per pair, and people read it in terminals.
+            # Shorten the text, as one is kept per pair; escape what could control a terminal.
             problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
             event = dataclasses.replace(event, problem=problem)
             node.reports[event.engine_id] = event

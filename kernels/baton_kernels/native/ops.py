@@ -773,7 +773,7 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor | None:
-        """Compute the delta rule; without ``beta`` the selective scan; None: not supported."""
+        """Compute the delta rule, or without ``beta`` the selective scan; None: not supported."""
         num_tokens, num_heads, value_dim = value.shape
         num_key_heads, key_dim = key.shape[1:]
         constants = [one for one in (log_decay, rate_bias, skip) if one is not None]
