@@ -11,7 +11,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 class WhenOpen(Enum):
-    """What becomes of requests that are open when weights change.
+    """Ways to end requests that are open when weights change.
 
     ``DRAIN``: they end with the old weights. ``ABORT``: they end at once, with the tokens so far.
     Requests that come later wait for the change in either case.
@@ -22,7 +22,7 @@ class WhenOpen(Enum):
 
 
 class SleepLevel(Enum):
-    """What becomes of the weights during a sleep; the KV cache's memory is always freed.
+    """Places of the weights during a sleep; the KV cache's memory is always freed.
 
     ``HOST``: they are kept in host memory. ``DROPPED``: they are freed, and read from their files
     again afterwards.

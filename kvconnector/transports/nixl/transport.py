@@ -42,7 +42,7 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
-# Most ranges in all tables of one peer's memory. A range takes some dozens of bytes, and a peer that
+# Most ranges in all tables of one peer's memory. A range takes some dozens of bytes; a peer that
 # claims many blocks and ranges must not fill this node's memory.
 MAX_RANGES = 2**26
 MAX_RANGES_OF_A_TABLE = 2**24
