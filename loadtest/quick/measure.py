@@ -261,7 +261,7 @@ def _fetch_read_bytes(page: str, token: str) -> float | None:
     try:
         with urllib.request.urlopen(request, timeout=_METRICS_TIMEOUT_S) as response:
             lines = response.read().decode("utf-8").splitlines()
-    except OSError:  # the share of memory's speed stays unknown
+    except OSError:  # without metrics, the share of memory's speed stays unknown
         return None
     found = [line.rpartition(" ")[2] for line in lines if line.startswith(_READ_COUNTERS)]
     return sum(map(float, found)) if found else None

@@ -250,7 +250,7 @@ class OpenAITarget:
                         if frame is not None:
                             yield frame
                 except BaseException:
-                    response.close()  # tells the server at once that nobody reads
+                    response.close()  # tells the server at once that the client has gone
                     raise
         except aiohttp.ClientPayloadError as error:
             raise TargetError("CUT_SHORT", str(error)) from None

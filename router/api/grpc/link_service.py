@@ -164,7 +164,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     return
         except InvalidRequestError as error:  # the message could not be parsed
             pool.hang_up(node, str(error))
-        except Exception:  # a link just ends: only this line shows the cause
+        except Exception:  # the link ends in any case, so only this log line shows the cause
             logger.exception("a message of %s broke its link", node.name)
         finally:
             pool.remove(node)
