@@ -382,7 +382,7 @@ class EngineConfig:
     def executor_name(self) -> str:
         """The executor's name in the registry."""
         if self.executor == "ray" and self.num_ranks == 1:
-            return "uniproc"  # as in a fleet placed by Ray: one process is enough
+            return "uniproc"  # one rank needs no more processes, also if Ray places the node
         if self.executor != "auto":
             return self.executor
         return "uniproc" if self.num_ranks == 1 else "multiproc"

@@ -1,9 +1,9 @@
 """Plug-ins: what other installed packages add to Baton's registries, if the operator allows them.
 
-A package declares entry points of the groups below. The environment variable BATON_PLUGINS names
-the packages whose entry points count, or says ``all``; without it, no package's count. Metadata is
-read without importing anything; an entry is imported when it is used. Refuses to know: what the
-entries are.
+A package declares entry points in the groups below. The environment variable BATON_PLUGINS names
+the packages whose entry points are used, or says ``all``; without the variable, none are used.
+Metadata is read without importing anything; an entry is imported when it is used. Refuses to know:
+the kinds of entries.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def is_allowed(plugin: Plugin) -> bool:
 
 
 def missing_packages() -> list[str]:
-    """Return the names in BATON_PLUGINS of which no plug-in is installed."""
+    """Return the packages that BATON_PLUGINS names but that have no plug-in installed."""
     return sorted(_allowed_names() - {ALL} - {plugin.package for plugin in installed()})
 
 
@@ -93,10 +93,10 @@ def allowed(group: str) -> Mapping[str, Plugin]:
 
 @functools.lru_cache(maxsize=64)
 def _allowed(group: str, names: frozenset[str], path: tuple[str, ...]) -> Mapping[str, Plugin]:
-    """Return the plug-ins of a group by name; of equal names the first package's counts.
+    """Return the plug-ins of a group by name; if packages share a name, the first one's is used.
 
     Args:
-        path: where packages are found; tells results of different paths apart.
+        path: where packages are found; only a part of the cache's key.
     """
     found: dict[str, Plugin] = {}
     for plugin in sorted(_of_group(group), key=lambda one: one.package):

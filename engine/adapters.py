@@ -71,7 +71,7 @@ class _Slot:
 
 
 class AdapterTable:
-    """The adapters of one engine. Used by the engine's thread, but for `read` and `digests`.
+    """The adapters of one engine. Used by the engine's thread, except `read` and `digests`.
 
     Args:
         executor: its worker computes with the adapters.
@@ -88,8 +88,9 @@ class AdapterTable:
         in_use: Callable[[], Collection[str]],
     ) -> None:
         self._executor, self._max_adapters, self._in_use = executor, max_adapters, in_use
-        self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()  # used last is last
-        self._read: OrderedDict[AdapterDigest, ReadAdapter] = OrderedDict()  # likewise
+        # Both have the least recently used adapter first.
+        self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()
+        self._read: OrderedDict[AdapterDigest, ReadAdapter] = OrderedDict()
         self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
 
     @property
@@ -123,7 +124,7 @@ class AdapterTable:
         return digest in slots or not (is_full and all(one.is_pinned for one in slots.values()))
 
     def views(self) -> list[AdapterView]:
-        """Return all adapters in memory, those used last behind the others."""
+        """Return all adapters in memory, the least recently used one first."""
         return [
             AdapterView(
                 digest=digest,
@@ -157,7 +158,7 @@ class AdapterTable:
     def load_again(
         self, digest: AdapterDigest, *, pinned: bool = False, kept: Collection[str] = ()
     ) -> bool:
-        """Load an adapter that is in memory, or among those read before; False if it is not.
+        """Load an adapter without reading its files; return False if its numbers are not kept.
 
         Raises OverloadedError; see `load`.
         """
@@ -189,7 +190,7 @@ class AdapterTable:
         self.remember(read)
 
     def unload(self, digest: AdapterDigest) -> bool:
-        """Let an adapter leave, with its last request at the latest; return whether it has left.
+        """Unload an adapter now, or once its last request ends; return whether it is unloaded.
 
         Raises NotFoundError if it is not in memory.
         """

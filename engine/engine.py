@@ -39,7 +39,7 @@ class Engine:
         executor: computes the steps.
         kv_memory: the memory of the KV cache; see `KVMemory`.
         adapters: the LoRA adapters in memory.
-        images: the way of images into prompts.
+        images: checks the images of prompts, and has them decoded.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
@@ -65,7 +65,7 @@ class Engine:
             grammars: compiles requests' grammars.
             speculation: the scheduler's `DraftPolicy`; None: no drafts.
             compatibility: properties that KV depends on.
-            images: decodes images; None: the model takes none.
+            images: decodes images; None: the model takes no images.
         """
         self.executor = executor
         self.model_config, self.dtype = executor.model_config, executor.dtype

@@ -1,4 +1,4 @@
-"""StepLog: debug lines of an engine's steps: who computes what, who waits and why, who ended.
+"""StepLog: debug lines of an engine's steps: which requests compute, wait (and why), or ended.
 
 Costs one check of the log level per step while debug lines are off. Refuses to know: tensors,
 nodes.

@@ -1,4 +1,4 @@
-"""ServedWeights: the weights that an engine serves, and how others take their place.
+"""ServedWeights: the weights that an engine serves, and their replacement while it runs.
 
     begin   all ranks load the new weights beside the old ones, while steps go on
     use     the new weights compute, once no request is open; cached KV is forgotten
@@ -6,8 +6,8 @@
 
     sleep   memory is given back, once no request is open; `wake`, or `begin` and `use`, end it
 
-A version is the digest of the weights' files, and a part of the names of cached KV. Used on the
-engine's thread. Refuses to know: tensors, who waits for what.
+A version is the digest of the weights' files. Hashes of cached KV blocks include the version. Used
+on the engine's thread. Refuses to know: tensors, callers that wait.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ServedWeights:
     def is_ready(self) -> bool:
         """Return whether the new weights are loaded and checked on all ranks.
 
-        Raises InvalidRequestError, in one line, if they cannot be used; `drop` them then.
+        Raises InvalidRequestError if the weights cannot be used; call `drop` then.
         """
         assert self._new is not None, "no weights were begun"
         problems = self._engine.executor.collective_rpc("weights_problem")
@@ -79,7 +79,7 @@ class ServedWeights:
     def use(self) -> str:
         """Compute with the new weights from now on; return their version.
 
-        Call this once they are ready and no request is open.
+        Call this once the weights are ready and no request is open.
         """
         engine, new = self._engine, self._new
         assert new is not None, "no weights were begun"
@@ -106,10 +106,10 @@ class ServedWeights:
             self._new = None
 
     def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
-        """Give memory back; call this once no request is open.
+        """Free memory; call this once no request is open.
 
         Args:
-            keeps_kv_memory: whether only the content of the KV cache goes.
+            keeps_kv_memory: whether to keep the KV cache's memory and only drop its content.
 
         Raises InvalidRequestError, with nothing changed, if the weights cannot be kept.
         """

@@ -150,6 +150,6 @@ def host_identity() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # not Linux: no process is near
+    except OSError:  # not Linux, so it is unknown which processes share a machine
         return ""
     return f"{boot_id}:{namespace}"

@@ -19,7 +19,7 @@ from loadtest.steps import OnStep, Play, Step, with_load
 
 MAX_TRIALS = 40
 _MAX_FACTOR = 2.0
-_GIVE_UP_AT = 1e-3  # as a fraction of the search's first rate
+_GIVE_UP_AT = 1e-3  # lowest rate that is tried, as a fraction of the search's first rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
             was_stopped = True
             break
         except _SilentError:
-            least = min(step.value for step in steps)  # this time is too short to judge lower rates
+            least = min(step.value for step in steps)  # steps are too short to judge lower rates
         held = [step for step in steps if step.repeat == repeat and step.held]
         highest.append(max(held, key=lambda step: step.value, default=None))
         # The next repeat begins where this one ended: if again no rate holds, one try shows it.

@@ -46,8 +46,8 @@ class ImageRows(NamedTuple):
 
     Attributes:
         places: ``[n]`` int64, places of the tokens in the step.
-        embeddings: ``[n, width]``: the tokens' embeddings, then, in models with deepstack, what is
-            added behind each of the first layers.
+        embeddings: ``[n, width]``: the tokens' embeddings; with DeepStack, followed by the numbers
+            to add after each of the first layers.
     """
 
     places: Tensor
@@ -94,7 +94,7 @@ class ForwardContext:
     layer_caches: tuple[LayerCache, ...]  # one per layer
     after_layer: Callable[[int], None] | None = None  # called after each layer
     adapters: tuple[AdapterSpan, ...] = ()  # ascending; other tokens are the base model's
-    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings are images'
+    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 
     @property
     def max_seq_len(self) -> int:

@@ -106,7 +106,7 @@ def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
 
 
 def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
-    """Return the bytes of a quantized checkpoint's weights; None: no such checkpoint."""
+    """Return the bytes of a quantized checkpoint's weights; None: it is not quantized."""
     if (folder / GGUF_WEIGHTS).exists():
         return _gguf_bytes(config, read_folder(folder), dtype)
     if config.quantization is None:

@@ -67,7 +67,7 @@ def model_work(
     head = config.vocab_size * config.hidden_size
     weight_bytes = float(needs.weights[weights])
     expert_bytes = weight_bytes * experts / max(dense + experts + head, 1)
-    if not config.tie_word_embeddings:  # of an untied embedding, a step reads only few rows
+    if not config.tie_word_embeddings:  # a step reads only few rows of an untied embedding
         weight_bytes -= weight_bytes * head / max(dense + experts + 2 * head, 1)
     return ModelWork(
         token_flops=2.0 * (dense + share * experts),

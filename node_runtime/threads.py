@@ -86,8 +86,8 @@ class NodeThreads:
         on_death: called when the engine cannot continue.
         pushes: whether the node sends a prompt's layers while it computes later layers.
         on_close: called when both threads have ended.
-        adapter_root: folder below which adapters may be loaded; None: none may be.
-        weights_root: folder below which new weights may be loaded; None: none may be.
+        adapter_root: folder below which adapters may be loaded; None: no adapter may be loaded.
+        weights_root: folder below which new weights may be loaded; None: no weights may be loaded.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
         hang_at: injected fault: hang after this many busy rounds; 0: never.
         poison: injected fault: kill the process when it computes for a request whose id

@@ -23,8 +23,8 @@ class LayerTail:
         sender: takes the pushes.
         layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
             computed.
-        num_layers: number of the model's layers, after which whole blocks are pushed; None: blocks
-            are cut by layers.
+        num_layers: number of the model's layers, if blocks can only be pushed whole, after the last
+            layer; None: each layer group of a block can be pushed by itself.
         fence: returns a function that tells whether a GPU has finished all work launched so far;
             see `KVMemory.fence`.
 

@@ -15,7 +15,7 @@ class PushMode(StrEnum):
 
     AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
     CHUNKS = "chunks"  # a chunk's full blocks, while the next chunk computes
-    LAYERS = "layers"  # as chunks, but the last chunk's blocks go in groups of layers
+    LAYERS = "layers"  # like CHUNKS, but the last chunk's blocks are sent in groups of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

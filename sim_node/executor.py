@@ -44,7 +44,7 @@ _SHAPE = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2**20,
 }
-_NUMBERS = array("f", [1.0]).tobytes()  # of every pooled request
+_NUMBERS = array("f", [1.0]).tobytes()  # the pooled numbers of every request
 _KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per token is possible
 
 

@@ -102,7 +102,8 @@ class SimModel:
     """The model that a node pretends to serve.
 
     Attributes:
-        identity: entries that decide the model's tokens, as nodes report them.
+        identity: what decides the model's tokens, such as digests of its files, by name; the node
+            reports these entries to routers.
         max_model_len: most tokens of a request.
         outputs: source of output tokens; None: `HashedOutputs`.
     """

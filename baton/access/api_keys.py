@@ -38,7 +38,7 @@ KEY_PREFIX = "baton_"  # lets scanners for leaked secrets recognize a key
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _OLD_LINE = re.compile(r"[^\s=:\[\]#]+\s*:\s*\S+")
-SHORT_KEY_CHARS = 20  # people choose shorter keys, which a search could find by their hashes
+SHORT_KEY_CHARS = 20  # shorter keys may be words that a search could find from their hashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

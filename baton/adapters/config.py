@@ -53,7 +53,7 @@ class AdapterConfig:
 
     Attributes:
         rank: rank of modules without a pattern.
-        alpha: likewise, numerator of the scale.
+        alpha: numerator of the scale, for modules without a pattern.
         uses_rslora: the scale is ``alpha / sqrt(rank)``, and not ``alpha / rank``.
         uses_dora: a magnitude per output replaces the norm of the adapted weight's rows.
         rank_pattern, alpha_pattern: ranks and alphas by pattern of module names.

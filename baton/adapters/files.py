@@ -51,11 +51,11 @@ _BASE = ".base_layer"
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
 _MAX_TENSORS = 200_000
 _MAX_NAME_CHARS = 512
-_MAX_COMPARISONS = 4 * 10**6  # of patterns and targets with names of layers
+_MAX_COMPARISONS = 4 * 10**6  # comparisons of patterns and targets with names of layers
 _MAX_HEADER_BYTES = 32 * 2**20
 _PIECE_BYTES = 2**20  # a multiple of every number's size
 _VERSION = b"baton adapter 1\n"
-CheckNumbers = Callable[[memoryview, str], bool]  # of whole numbers, and their dtype
+CheckNumbers = Callable[[memoryview, str], bool]  # takes the bytes of numbers, and their dtype
 
 
 def read_adapter(

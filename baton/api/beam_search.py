@@ -2,8 +2,8 @@
 
 Needs only the best next tokens of many prompts: `LLM` computes them in its engine, a router by
 calls of one token. Prefixes with a common beginning share blocks through the prefix cache. The
-result has the meaning of `transformers` (`num_beams`,
-https://huggingface.co/docs/transformers/generation_strategies). Refuses to know: engines, blocks.
+outputs are those of `transformers` with `num_beams`
+(https://huggingface.co/docs/transformers/generation_strategies). Refuses to know: engines, blocks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
-MAX_BEAM_TOKENS = 1024  # of an output; a router runs a call for each beam and token
+MAX_BEAM_TOKENS = 1024  # most tokens of an output; a router runs a call for each beam and token
 MAX_PENALTY = 10  # larger powers of a length may overflow a float
 
 EarlyStopping = bool | Literal["never"]
 TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first
-# Takes prompts and a number; returns this many most probable next tokens of each prompt.
+# Takes prompts and a number n; returns the n most probable next tokens of each prompt.
 NextTokens = Callable[[Sequence[list[int]], int], Sequence[TopTokens]]
 
 
@@ -95,7 +95,7 @@ class BeamSearchParams:
         return float(logprob / num_tokens**self.length_penalty)
 
 
-# Sampling parameters that mean something in a beam search.
+# Sampling parameters that have an effect in a beam search.
 _USED = frozenset(
     {"n", "max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs"}
 )

@@ -1,4 +1,4 @@
-"""Choices of those who change a running engine: the fate of open requests, and of weights."""
+"""Choices for changing a running engine: what becomes of open requests and of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 class WhenOpen(Enum):
-    """Fates of requests that are open when weights change.
+    """Ways to end requests that are open when weights change.
 
     ``DRAIN``: they end with the old weights. ``ABORT``: they end at once, with the tokens so far.
     Requests that come later wait for the change in either case.
@@ -22,9 +22,10 @@ class WhenOpen(Enum):
 
 
 class SleepLevel(Enum):
-    """Fates of the weights during a sleep; the KV cache's memory is given back anyway.
+    """Places of the weights during a sleep; the KV cache's memory is always freed.
 
-    ``HOST``: they are kept in host memory. ``DROPPED``: they are read from their files again.
+    ``HOST``: they are kept in host memory. ``DROPPED``: they are freed, and read from their files
+    again afterwards.
     """
 
     HOST = "host"

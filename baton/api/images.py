@@ -1,11 +1,11 @@
-"""Images in prompts: where their tokens are, what names them, and what a model makes of a size.
+"""Images in prompts: the place of their tokens, their digests, and models' rules for the tokens.
 
     prompt tokens   [ text | image 1: placeholders and marks | text | image 2 ... | text ]
                              ^ first                          ^ first + num_tokens
 
 A model computes one embedding per placeholder token. The embedding replaces the token's own. Marks,
-such as the ends of an image's rows, are ordinary tokens. Blocks of a prompt are named after the
-images that lie in them, because placeholders of all images are the same token.
+such as the ends of an image's rows, are ordinary tokens. The hash of a KV block includes the images
+that lie in the block, because placeholders of all images are the same token.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ImageLayout(Protocol):
     Attributes:
         marker: text that the chat template writes for an image; one token.
         marker_token_id: token of ``marker``, which `expand`'s tokens replace.
-        placeholder_token_id: token whose embedding the image's replaces.
+        placeholder_token_id: token whose embedding is replaced by the image's.
         settings: digest of everything, besides the file, on which an encoding depends.
     """
 

@@ -1,7 +1,8 @@
-"""Pooling: which numbers a request takes from a prompt's hidden states, and what becomes of them.
+"""Pooling: how a prompt's hidden states become an embedding, a score or labels.
 
-A node returns pooled numbers as they are; router and `engine.LLM` normalize, cut and compare them
-with the functions of this file, so both give the same bits. Imports neither torch nor numpy.
+A node returns raw numbers, such as one hidden state. Router and `engine.LLM` normalize, cut and
+compare them with the functions of this file, so both give the same bits. Imports neither torch nor
+numpy.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class PoolingParams:
 
     @property
     def needs_all_rows(self) -> bool:
-        """Return whether hidden states before the last one count, so that none may be cached."""
+        """Return whether all hidden states are read, so that no prefix may come from the cache."""
         return self.kind in (PoolingKind.MEAN, PoolingKind.CLS)
 
 
 def check_pooling_params(params: PoolingParams, *, vocab_size: int, num_labels: int) -> None:
-    """Raise InvalidRequestError unless a model can pool like this.
+    """Raise InvalidRequestError unless a model can pool by these parameters.
 
     Args:
         num_labels: labels of the model's classification head; 0: it has none.
@@ -74,7 +75,7 @@ def check_pooling_params(params: PoolingParams, *, vocab_size: int, num_labels: 
 
 
 def pooled_problem(pooled: bytes) -> str:
-    """Return why bytes from a node are no pooled numbers; empty if they are."""
+    """Return why bytes from a node are not valid pooled numbers; empty if they are valid."""
     if not 0 < len(pooled) <= MAX_POOLED_BYTES or len(pooled) % 4:
         return f"pooled: must be 4 to {MAX_POOLED_BYTES} bytes of float32, got {len(pooled)}"
     if not math.isfinite(sum(numbers_of(pooled))):
@@ -95,12 +96,13 @@ def numbers_of(pooled: bytes) -> array[float]:
 def make_embedding(
     numbers: array[float], *, normalizes: bool, dimensions: int | None = None
 ) -> array[float]:
-    """Return an embedding of length 1, or as it is, cut to its first dimensions.
+    """Return a pooled hidden state as an embedding.
 
-    A cut embedding is normalized again (Kusupati et al., arXiv:2205.13147).
+    Cutting it to its first dimensions is from Kusupati et al., arXiv:2205.13147.
 
     Args:
         numbers: the pooled hidden state.
+        normalizes: whether to scale the (cut) numbers to length 1.
         dimensions: numbers to keep; None: all.
     """
     if dimensions is not None:

@@ -117,7 +117,7 @@ def _cached_snapshot(repository: str, patterns: Sequence[str]) -> Path | None:
 
 
 def _cached_file(model: str, repository: str, file: str) -> Path | None:
-    """Return a file of a repository in one of the caches; None: it is in none."""
+    """Return a file of a repository in one of the caches; None: no cache has the file."""
     import huggingface_hub
 
     path = _folder(repository) / file

@@ -24,7 +24,7 @@ from baton.processes.held_folder import HeldFolder
 PREFIX = "baton-weights-"
 SINGLE = "model.safetensors"
 _SUFFIX, _INDEX = ".safetensors", "model.safetensors.index.json"
-# Entries of an identity that a source with configuration files must share with the served model.
+# Entries of a model's identity that must be equal in a source that has configuration files.
 _SHARED = ("model", "tokenizer", "chat_template", "generation_config")
 
 
@@ -35,7 +35,7 @@ class NewWeights:
     Attributes:
         folder: the folder.
         digest: digest of the weights: their version.
-        source: the source, for people.
+        source: the source as users named it, for messages.
         is_kept: whether the files stay after `close`.
     """
 

@@ -1,7 +1,8 @@
 """KV layers: what one layer keeps of earlier tokens: keys and values, a latent, or a state.
 
 A model declares this for each layer (`CausalLM.kv_layers`); KV cache groups, memory and manifest
-follow from it. Knows neither tensors nor how layers share memory.
+follow from it. A unit is a block of one group of layers. Knows neither tensors nor how layers share
+memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PagedKV:
 
     @property
     def kind(self) -> KVKind:
-        """Kind of the units of these layers."""
+        """Kind of content in the units of these layers."""
         return KVKind.PAGED if self.sliding_window is None else KVKind.WINDOW
 
     @property
@@ -104,8 +105,9 @@ class StateKV:
     Attributes:
         state: arrays of the state.
         is_replicated: whether every rank has all of it.
-        kind, handoff, token_values, retained_tokens: as in `PagedKV`. The size does not depend on
-            the number of tokens. Kept are the next token, and the token whose state it starts from.
+        kind, handoff, token_values: as in `PagedKV`. The size does not depend on the number of
+            tokens.
+        retained_tokens: 2, the next token and the token whose state the next one starts from.
     """
 
     state: tuple[StateArray, ...]

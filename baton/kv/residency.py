@@ -1,4 +1,4 @@
-"""BlockResidency: how long blocks keep what they cache, as histograms of seconds.
+"""BlockResidency: how long blocks stay in the prefix cache, as histograms of seconds.
 
     cached ............. freed ......... taken back ...... freed ....... evicted
            in use              idle, a reuse gap                  idle

@@ -1,8 +1,9 @@
 """Message cuts: split a step's events into messages that a link can carry.
 
-A message that is too long breaks the link, and all requests of the node with it. So steps are split
-between requests; a request that is too long by itself is ended. The number of parts in a message is
-limited too: the smallest takes two bytes, and the reader makes an object of each.
+A message that is too long breaks the link, and all requests of the node with it. So a step's events
+are split between requests; a request whose own events are too long is ended. The number of parts
+(token ids, hashes, rows) in a message is limited too: a part may take only two bytes on the wire,
+but the reader makes an object of each, so a short message could fill its memory.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RouterLink:
         on_joined: called with True after joining, with False when the link is lost.
         join_timeout_s: longest time for the first join.
         node_token: authorizes this node to join.
-        answer: answers operators' questions; None: none are answered.
+        answer: answers operators' questions; None: questions are not answered.
         tls: this node's certificates; reread for each link.
         server_name: name that the router's certificate must have; empty: the address's host.
 

@@ -80,7 +80,7 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
 
 
 def beam_search_to_proto(beams: BeamSearchParams) -> inference_pb2.BeamSearch:
-    """Convert a beam search; output length and end tokens travel elsewhere."""
+    """Convert a beam search; the message has neither the output length nor end tokens."""
     return inference_pb2.BeamSearch(
         beam_width=beams.beam_width,
         length_penalty=beams.length_penalty,

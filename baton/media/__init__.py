@@ -1,1 +1,1 @@
-"""Images in prompts: their tokens by model and size, without torch and without decoding."""
+"""Images in prompts: the tokens of an image, by model and image size; needs no torch."""

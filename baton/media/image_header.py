@@ -1,7 +1,8 @@
 """Read the header of an image file: its format and size, without decoding a pixel.
 
-The file comes from a client, so call this only in a process that can be killed (`read_headers` is
-the work of one). Node and router read the orientation alike, so that both see one width.
+The file comes from a client and may kill its parser, so call this only in a worker process (see
+`make_work`). Nodes and routers read the orientation with this module, so that both see the same
+width.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _header_of(image: Image.Image) -> ImageHeader:
 def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation of an image that is not decoded yet, 1 to 8; 1: upright.
 
-    Metadata behind the pixels does not count: reading them would decode the image.
+    Metadata behind the pixels is ignored, because reading it would decode the image.
     """
     if image.format == "PNG" and "exif" not in image.info:
         return 1
@@ -90,7 +91,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return an image as its EXIF orientation says that it is shown.
+    """Return an image turned as its EXIF orientation says.
 
     Args:
         image: an open image that is not decoded yet.

@@ -147,7 +147,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         # message is read. On the wire, streams and single messages look the same.
         deserialize = handler.request_deserializer if handler else None
         if deserialize is not None:
-            if roles is ANY:  # a method of a library
+            if roles is ANY:  # gRPC's own services: health checks and reflection
                 deserialize = forgiving(deserialize, max_bytes=MAX_OPEN_BYTES)
             else:
                 deserialize = patient(deserialize, MAX_LINK_PARTS if roles == JOIN else MAX_PARTS)

@@ -17,10 +17,10 @@ class BlockOwner(Enum):
 
     REQUEST = "request"  # a request that waits or runs here
     GRANT = "grant"  # promised to a prefill node, which may write the block
-    QUARANTINE = "quarantine"  # of an ended request, but a prefill node may still write the block
+    QUARANTINE = "quarantine"  # the request has ended, but a prefill node may still write the block
     PUSH = "push"  # being pushed to a decode node
-    DRAINING = "draining"  # of an ended request, but a push may still read the block
-    STEP = "step in flight"  # of an ended request, but the running step still writes the block
+    DRAINING = "draining"  # the request has ended, but a push may still read the block
+    STEP = "step in flight"  # the request has ended, but the running step still writes the block
     NULL_BLOCK = "null block"  # placeholder for blocks outside a sliding window, held for ever
 
 

@@ -1,4 +1,4 @@
-"""Contract suites: what a plug-in must keep, as pytest classes that its author subclasses.
+"""Contract suites: the tests that a plug-in must pass, as pytest classes to subclass.
 
     from baton.testing.policies import PolicyContract
 

@@ -1,4 +1,4 @@
-"""The contract of architectures: an engine gives the tokens that another implementation gives."""
+"""The contract of architectures: an engine gives the same tokens as another implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of attention backends: each means what `baton_kernels.reference` means."""
+"""The contract of attention backends: each gives the results of `baton_kernels.reference`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, At
 
 BLOCK_SIZE = 16
 SCALE = 0.25
-# (tokens to compute, tokens known) of each request.
+# (tokens to compute, tokens computed before) of each request.
 STEPS: dict[str, tuple[list[int], list[int]]] = {
     "a prompt": ([7], [7]),
     "a chunk": ([5], [23]),

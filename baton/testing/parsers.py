@@ -1,4 +1,4 @@
-"""The contract of tool-call and reasoning parsers: pieces of an output do not change its parts."""
+"""The contract of tool-call and reasoning parsers: cuts of an output do not change its parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Joined = list[tuple[str, str]]  # (kind, text), neighbours of one kind joined
 
 
 def join_parts(parts: Iterable[Part]) -> Joined:
-    """Join neighbouring parts of one kind; the id of a call does not count."""
+    """Join neighbouring parts of one kind; ids of calls are left out, as they are random."""
     joined: Joined = []
     for part in parts:
         match part:

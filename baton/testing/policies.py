@@ -1,4 +1,4 @@
-"""The contract of routing policies, over the router's own ledgers without nodes."""
+"""The contract of routing policies: run on the router's records of nodes, without real nodes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ QUERY = RouteQuery(num_prompt_tokens=100, max_tokens=20)
 
 
 class FleetBook:
-    """Prefill nodes p0, p1, ... and decode nodes d0, d1, ..., each reaching all of the others.
+    """Prefill nodes p0, p1, ... and decode nodes d0, d1, ...; every pair can hand off.
 
     Args:
-        step_times: profile of every node; empty: nodes have none.
+        step_times: profile of every node; empty: nodes have no profile.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FleetBook:
         without: Iterable[str] = (),
         may_self_prefill: bool = False,
     ) -> Fleet:
-        """Return a fleet of all nodes but some, joined in this or the opposite order."""
+        """Return a fleet of all nodes except some, in the order of joining or backwards."""
         step = -1 if backwards else 1
         return Fleet(
             [n for n in self.prefills[::step] if n.node_name not in without],
@@ -110,7 +110,7 @@ def assert_is_of(placement: Placement | None, fleet: Fleet) -> None:
 
 
 def drawn_fleet(draw: random.Random) -> Fleet:
-    """Return a few nodes with any load and any reach; each prefill node reaches one at least."""
+    """Return a few nodes with random load; each prefill node reaches random nodes, at least one."""
     book = FleetBook(draw.randint(1, 4), draw.randint(1, 4))
     ids = [decode.engine_id for decode in book.decodes]
     for prefill in book.prefills:

@@ -1,7 +1,7 @@
 """The contract of KV transports: pushed blocks arrive in the peer's blocks, and only there.
 
-Two nodes' ends of the hand-off run over the transport on real I/O threads, over memories of their
-own. Every wait ends after `TIMEOUT_S`.
+A sender and a receiver, each with its own memory and a real I/O thread, hand blocks off over the
+transport. Every wait ends after `TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlainMemory:
 
 
 def memory_of(tensor: torch.Tensor) -> PlainMemory:
-    """Return a memory of blocks `[num_blocks, num_layers, ...]` that every rank keeps whole."""
+    """Return a memory of blocks `[num_blocks, num_layers, ...]`; every rank has whole blocks."""
     return PlainMemory(tensor, manifest(*tensor.shape[1:], dtype=tensor.dtype))
 
 

@@ -83,7 +83,7 @@ class GrammarTrials:
         """
         await self._workers.wait_ready()
         for structured_output in SMALL_GRAMMARS:
-            with contextlib.suppress(InvalidRequestError):  # as for an unknown kind of tokenizer
+            with contextlib.suppress(InvalidRequestError):  # raised for unknown kinds of tokenizer
                 await self.run(structured_output)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:

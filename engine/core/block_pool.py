@@ -39,8 +39,8 @@ from baton.kv.residency import BlockResidency
 # give longer extents, but stray further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
-# Blanks in more than `FEW_EXTENTS` extents of under `SHORT_EXTENT` blocks on average are
-# left, as new memory costs less.
+# Blank blocks are not used for extents if they form more than `FEW_EXTENTS` runs of fewer than
+# `SHORT_EXTENT` blocks on average, as new memory costs less.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 

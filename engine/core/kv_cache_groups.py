@@ -151,7 +151,8 @@ def _attention_block_bytes(
     num_first = sum(kv.retained_tokens == retained for kv, _ in attention)
     total = sum(size * count for size, count in kinds)
     total_first = sum(size * count for size, count in kinds[:num_first])
-    best: tuple[int, int, int, int] | None = None  # bytes are last
+    # The size of a block that leaves least memory empty: see `candidate`, whose last entry it is.
+    best: tuple[int, int, int, int] | None = None
     smallest = max(size for size, _ in kinds)
     for block_bytes in sorted({size * n for size, count in kinds for n in range(1, count + 1)}):
         if block_bytes < smallest:

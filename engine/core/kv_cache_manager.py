@@ -65,7 +65,7 @@ class KVCacheManager:
         self._hasher = hasher
 
     def rename(self, namespace: bytes) -> None:
-        """Forget all cached blocks, and name later ones in another namespace.
+        """Empty the prefix cache, and hash later blocks in another namespace.
 
         Args:
             namespace: see `cache_namespace`.

@@ -141,9 +141,9 @@ class Scheduler:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Give a parked request its cached blocks, all other blocks, and one decode block.
 
-        Returns None if too few blocks are free besides those that waiting requests need; by
-        priority, only those that go before this request. Requests that wait for their turn in a
-        step, and not for blocks, delay no grant.
+        Blocks that waiting requests need are reserved; with priorities, only requests that go
+        before this one count. Requests that wait for a place in a step, not for blocks, reserve
+        none. Returns None if too few other blocks are free.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -684,7 +684,7 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # else `update` frees, once no step writes there
+        if not request.num_tokens_in_flight:  # else `update` frees blocks once no step writes them
             self.kv_cache_manager.free(request)
 
 

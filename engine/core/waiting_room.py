@@ -121,7 +121,7 @@ class WaitingRoom:
     """Requests that do not run, in the order of their turns.
 
     Args:
-        by_priority: whether important requests go first; else the first that came.
+        by_priority: whether requests go by priority, then arrival; otherwise only by arrival.
 
     Attributes:
         num_arrived: requests in line that hold blocks.
@@ -145,7 +145,7 @@ class WaitingRoom:
     # ------------------------------------------------------------------ in and out
 
     def give_rank(self, request: Request) -> None:
-        """Give a request its permanent rank, in order of priority, if it counts, and arrival."""
+        """Give a request its permanent rank: by priority, if that is enabled, then by arrival."""
         request.rank = self._num_ranks
         if self._by_priority:
             request.rank += request.priority * _RANKS_PER_PRIORITY

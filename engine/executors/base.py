@@ -63,7 +63,7 @@ class Executor(Protocol):
         """
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core of this process meanwhile; safe from any thread."""
+        """Lend no core of this process inside this context; safe from any thread."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

@@ -1,4 +1,4 @@
-"""ImageInputs: an engine's way from image files to prompts that can be computed."""
+"""ImageInputs: has the image files of an engine's prompts decoded before requests are scheduled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ImageInputs:
     """The images of one engine's prompts.
 
     Args:
-        layout: the model's rule for the tokens of an image; None: it takes no images.
+        layout: the model's rule for the tokens of an image; None: the model takes no images.
         pixels: makes pixel values; None: the model takes no images.
         most_tokens: most tokens of one image.
 
@@ -73,7 +73,7 @@ class ImageInputs:
         self._pixels.submit(images)
 
     def pass_on(self, scheduler: Scheduler) -> None:
-        """Let requests go on whose images are decoded; have others' images decoded once more."""
+        """Hand decoded images to the scheduler; decode again the images that it wants again."""
         if self._pixels is None:
             return
         for images, error in self._pixels.take_ready():

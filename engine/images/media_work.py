@@ -31,7 +31,7 @@ def make_work(options: Mapping[str, str]) -> Work:
 
 
 def work_of(make_pixels: Callable[[bytes], Pixels]) -> Work:
-    """Return the function that answers a file with the bytes of its pixel values.
+    """Return the function that turns an image file into the bytes of its pixel values.
 
     Args:
         make_pixels: raises InvalidRequestError for a file that cannot be decoded.
@@ -45,7 +45,7 @@ def work_of(make_pixels: Callable[[bytes], Pixels]) -> Work:
 
 
 def read_answer(answer: bytes) -> tuple[PixelArray, ...]:
-    """Return the pixel values in an answer of the work."""
+    """Decode the bytes that a media process has answered into pixel values."""
     return _DECODER.decode(answer)
 
 

@@ -3,8 +3,8 @@
     image file --> media process (decodes, scales, cuts tiles) --> pixel values --> the request
                    may die; bounded time and memory                                 gets in line
 
-Prompts take their turns in order of arrival. Prompts with one image share its pixel values. Few
-prompts have pixel values at a time, as an image has many more bytes then than in its file.
+Prompts take their turns in order of arrival. Prompts with the same image share its pixel values.
+Few prompts have pixel values at a time, because these take many more bytes than the image's file.
 Refuses to know: queues of requests, steps, encoders.
 """
 
@@ -25,7 +25,8 @@ from engine.images.media_work import read_answer
 
 logger = logging.getLogger(__name__)
 
-# A photograph of 50 megapixels takes some seconds, and memory for its numbers several times.
+# A photograph of 50 megapixels takes some seconds. Decoding it and changing the numbers' type need
+# several copies of the image in memory.
 LIMITS = WorkLimits(cpu_s=20.0, wall_s=60.0, memory_bytes=3 * 2**30)
 # No more images are processed while the pixel values of open prompts take this much memory.
 MAX_OPEN_BYTES = 2**30
@@ -65,7 +66,7 @@ class PixelMaker:
         self._has_answered = threading.Event()
         self._ready: deque[tuple[PromptImages, BatonError | None]] = deque()
         self._alive: weakref.WeakValueDictionary[bytes, ImagePixels] = weakref.WeakValueDictionary()
-        self._kept: OrderedDict[bytes, ImagePixels] = OrderedDict()  # used last is last
+        self._kept: OrderedDict[bytes, ImagePixels] = OrderedDict()  # least recently used first
 
     def start(self) -> None:
         """Start the media processes, so that the first image does not wait for them.
@@ -109,7 +110,7 @@ class PixelMaker:
     # ------------------------------------------------------------------ on the engine's thread
 
     def _begin_more(self) -> None:
-        """Begin the prompts that wait, while there is memory."""
+        """Start processing the images of waiting prompts, as long as memory is left."""
         while self._waiting and self._open_bytes() < MAX_OPEN_BYTES:
             images = self._waiting.popleft()
             if not images.users:  # all its requests have ended
@@ -203,7 +204,7 @@ class PixelMaker:
 
 
 def error_of(images: PromptImages, digest: bytes, error: BatonError) -> BatonError:
-    """Return an error that names the image's place in the prompt; requests share no error."""
+    """Return a copy of an error that names the image's place in this prompt."""
     if not isinstance(error, InvalidRequestError):
         return error
     index = next(i for i, span in enumerate(images.spans) if span.digest == digest)

@@ -1,1 +1,1 @@
-"""The engine as a library: LLM."""
+"""The engine as a library: LLM and, for asyncio, AsyncLLM."""

@@ -102,7 +102,7 @@ class Answer:
         """End the answer with the tokens so far.
 
         Args:
-            error: why the engine cannot continue; None: the answer is wanted no longer.
+            error: why the engine cannot continue; None: the caller does not want the answer.
         """
         self.error = error
         index = len(self._token_ids)
@@ -111,7 +111,7 @@ class Answer:
         )
 
     def take_unread(self) -> list[TextDelta]:
-        """Return the pieces since the last call; only if the answer streams."""
+        """Return the pieces since the last call; call only if the answer streams."""
         unread, self._unread = self._unread, []
         return unread
 

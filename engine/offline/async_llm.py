@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine in one process for asyncio. One thread steps it, any number of tasks wait.
+"""AsyncLLM: the engine in one process for asyncio: one thread runs steps for any number of tasks.
 
     from baton import AsyncLLM
     async with AsyncLLM("examples/demo_model") as llm:
@@ -89,7 +89,7 @@ class _Call:
         self._news: asyncio.Queue[_News] = asyncio.Queue()
 
     def take_news(self) -> _News | None:
-        """Return what is new since the last call, on the engine's thread; None: nothing."""
+        """Return the results since the last call; None: there are none. For the engine's thread."""
         pieces = [piece for answer in self.answers for piece in answer.take_unread()]
         is_last = all(answer.ended for answer in self.answers)
         error = next((answer.error for answer in self.answers if answer.error is not None), None)
@@ -111,7 +111,7 @@ class _Call:
 
 
 class _Held(NamedTuple):
-    """Calls that wait for the end of a change, and the names of their adapters."""
+    """Calls that wait until a change of the engine ends, and the names of their adapters."""
 
     calls: Sequence[_Call]
     adapters: set[str]
@@ -119,10 +119,10 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class _Pool:
-    """Pooled requests that one thread waits for.
+    """Requests for pooled numbers (embeddings, scores or labels) that one thread waits for.
 
     Attributes:
-        done: set once all answers have ended, or with ``error``.
+        done: set once all answers have ended, or once ``error`` is set.
         error: why the engine cannot go on.
     """
 
@@ -317,7 +317,7 @@ class AsyncLLM:
 
     @property
     def weights(self) -> str:
-        """Return the version of the weights that compute: the digest of their files."""
+        """Return the version of the weights in use: the digest of their files."""
         return self._llm.weights
 
     async def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
@@ -328,8 +328,8 @@ class AsyncLLM:
 
         Args:
             source: as for `LLM.update_weights`.
-            when: what becomes of open requests once the new weights are loaded: ``drain``: they end
-                with the old weights. ``abort``: they end with the tokens so far.
+            when: what becomes of open requests once the new weights are loaded. ``drain``: they run
+                to their ends with the old weights. ``abort``: they end with the tokens so far.
 
         Raises:
             InvalidRequestError: the weights cannot be used, or another change is going on.
@@ -352,7 +352,7 @@ class AsyncLLM:
         await self._thread.ask(self._llm.resume)
 
     async def sleep(self, level: str = "host", *, when: str = "drain") -> None:
-        """Give memory back until `wake`; requests that come meanwhile wait. See `LLM.sleep`."""
+        """Free memory until `wake`; requests that come meanwhile wait. See `LLM.sleep`."""
         kind, how = read_choice(SleepLevel, "level", level), read_choice(WhenOpen, "when", when)
         await self._change(how, functools.partial(self._llm.served_weights.sleep, kind))
 
@@ -369,7 +369,7 @@ class AsyncLLM:
         return self._llm.metrics()
 
     async def close(self) -> None:
-        """End the engine; calls that wait raise EngineDeadError. May be called twice."""
+        """End the engine; calls in progress raise EngineDeadError. May be called twice."""
         await asyncio.to_thread(self._close)
 
     async def __aenter__(self) -> Self:
@@ -391,13 +391,13 @@ class AsyncLLM:
     async def _pool(
         self, pool: Callable[[list[U], AdapterDigest], list[T]], inputs: list[U], adapter: str
     ) -> list[T]:
-        """Pool inputs on a thread that waits for the engine; other tasks go on meanwhile."""
+        """Run pooled requests; a thread waits for the engine, so that other tasks go on."""
         find_digest = functools.partial(self._llm.adapter_digest, adapter)
         digest = await self._thread.ask(find_digest)
         return await asyncio.to_thread(pool, inputs, digest)
 
     def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
-        """Wait until pooled requests have ended; raises EngineDeadError if the engine ends."""
+        """Submit pooled requests and wait for them; raises EngineDeadError if the engine ends."""
         if not answers:
             return
         pool = _Pool(answers)
@@ -426,7 +426,7 @@ class AsyncLLM:
         await self._thread.ask(begin)
 
     def _leave(self, calls: Iterable[_Call]) -> None:
-        """Abort what is open of calls that their task reads no longer."""
+        """Abort the open requests of calls whose task has stopped reading."""
         left = [call for call in calls if not call.is_read]
         if not left:
             return
@@ -446,7 +446,7 @@ class AsyncLLM:
 
         Args:
             apply: makes the change, on the engine's thread.
-            begin: begins to load weights, which must be ready before open requests are ended.
+            begin: begins to load weights; open requests go on until these are ready.
 
         Raises InvalidRequestError if another change is going on, or what ``apply`` raises.
         """
@@ -503,7 +503,7 @@ class AsyncLLM:
         self._current = change
 
     def _hold(self, how: WhenOpen) -> None:
-        """Let new calls wait, and end the open ones."""
+        """Let new calls wait; with ``ABORT``, end the open ones."""
         self._holds = True
         if how is WhenOpen.ABORT:
             for call in self._open:
@@ -512,8 +512,11 @@ class AsyncLLM:
             self._tell()
 
     def _end_change(self, change: object) -> None:
-        """Forget weights that are not used, and begin the calls that waited, unless asleep."""
-        if self._current is not change:  # it was refused or cancelled before it started
+        """End a change: drop loaded weights that are not in use, and begin the calls that waited.
+
+        While the engine is asleep, the calls go on waiting.
+        """
+        if self._current is not change:  # the change was refused or cancelled before it started
             return
         weights = self._llm.served_weights
         weights.drop()
@@ -533,7 +536,7 @@ class AsyncLLM:
                     _send(call, _News(error=error))
 
     def _tell(self) -> None:
-        """Give each task its news, in one message per loop, and wake threads that pool."""
+        """Send each task its results, in one message per loop; wake threads of pooled requests."""
         for pool in [one for one in self._pools if all(answer.ended for answer in one.answers)]:
             self._pools.remove(pool)
             pool.done.set()
@@ -543,7 +546,7 @@ class AsyncLLM:
             if news is not None:
                 by_loop[call.loop].append((call, news))
                 if news.is_last or news.error:
-                    self._abort(call)  # after an error, other outputs of its prompt are open
+                    self._abort(call)  # after an error, other outputs of the prompt may be open
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_hand_out, items)

@@ -23,8 +23,8 @@ class ImagePrompt(TypedDict):
 
     Attributes:
         prompt: a text or token ids, with the model's marker where each image belongs.
-        images: the images in order: of Pillow, arrays ``[height, width, 3]`` of uint8, bytes of
-            files, or data URLs.
+        images: the images in order. Each is a Pillow image, an array ``[height, width, 3]`` of
+            uint8, the bytes of a file, or a data URL.
     """
 
     prompt: str | Sequence[int]
@@ -51,7 +51,7 @@ def with_images(
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Take the images out of a conversation; chat templates write a marker for each.
+    """Return a conversation with image parts as chat templates expect them, and the images.
 
     A part with an image is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a
     data URL.
@@ -109,7 +109,7 @@ def _sized_file(image: Any, field: str) -> SizedFile:
 
 
 def _png(image: Any, field: str) -> bytes:
-    """Return an image of Pillow, or an array, as a PNG file: no pixel changes."""
+    """Return a Pillow image, or an array, as the bytes of a PNG file, which loses no pixel."""
     from PIL import Image  # late, because it takes a while to import
 
     if not isinstance(image, Image.Image):

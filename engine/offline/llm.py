@@ -62,7 +62,7 @@ from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_CHARS = 256  # of an adapter's name
+_MAX_NAME_CHARS = 256  # most characters of an adapter's name
 _POLL_S = 0.002
 
 Prompt = str | Sequence[int] | ImagePrompt
@@ -71,7 +71,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _NamedAdapter:
-    """An adapter that a name stands for."""
+    """The adapter that users know by one name."""
 
     digest: AdapterDigest
     folder: Path
@@ -110,7 +110,7 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Offline, throughput counts: prompts are not cut into chunks for the sake of decodes.
+        # Offline, only throughput matters, so prompts are not cut into chunks to speed up decodes.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         if not isinstance(adapters, Mapping):
             problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
@@ -129,7 +129,7 @@ class LLM:
             raise
         # Requests in progress, by request id.
         self._answers: dict[str, Answer | PooledAnswer] = {}
-        self._numbers = itertools.count(1)  # of prompts, for request ids
+        self._numbers = itertools.count(1)  # numbers of prompts, for request ids
         self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._dead = False
 
@@ -274,7 +274,7 @@ class LLM:
 
     @property
     def pooling_setup(self) -> PoolingSetup:
-        """Return what the checkpoint does besides generating text."""
+        """Return which embeddings, scores or labels the checkpoint can compute, and how."""
         return self._pooling.setup
 
     def adapter_digest(self, name: str) -> AdapterDigest:
@@ -345,7 +345,7 @@ class LLM:
     def load_adapter(self, name: str, source: str | Path, *, pinned: bool = False) -> AdapterDigest:
         """Load a LoRA adapter, or replace the one of this name; return its digest.
 
-        Requests in progress end with the adapter that they began with. Where all slots
+        Requests in progress end with the adapter that they began with. If all slots
         (``max_adapters``) are taken, the adapter that was used longest ago is unloaded.
 
         Args:
@@ -374,7 +374,7 @@ class LLM:
         return adapter.digest
 
     def unload_adapter(self, name: str) -> None:
-        """Take no more requests for an adapter; it leaves memory with its last request.
+        """Refuse new requests for an adapter; it is unloaded when its last request ends.
 
         Raises InvalidRequestError if no adapter has this name.
         """
@@ -383,9 +383,9 @@ class LLM:
         self._let_adapter_leave(digest)
 
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
-        """Unload an adapter that no name stands for any more."""
+        """Unload an adapter unless some name still refers to it."""
         is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self.engine.adapters.digests:  # else it is out already
+        if not is_named and digest in self.engine.adapters.digests:  # else it is unloaded already
             self.engine.adapters.unload(digest)
 
     def _named(self, name: str) -> _NamedAdapter:
@@ -397,7 +397,7 @@ class LLM:
         return found
 
     def _load_named(self, names: set[str]) -> None:
-        """Load again the given adapters whose slots others took; an empty name needs none.
+        """Load again the named adapters that were unloaded for others; empty: the base model.
 
         Raises:
             InvalidRequestError: no adapter has one of the names.
@@ -451,22 +451,23 @@ class LLM:
 
     @property
     def weights(self) -> str:
-        """Return the version of the weights that compute: the digest of their files."""
+        """Return the version of the weights in use: the digest of their files."""
         return self.served_weights.digest
 
     def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
         """Compute with other weights of the same model from now on; return their version.
 
-        Gives the same tokens as a new `LLM` of these weights. Names, shapes, kinds of numbers and
-        finiteness are checked first: if anything is wrong, nothing changes. Cached prefixes are
-        forgotten, adapters are read again when they are needed. For a moment, memory holds both
-        weights.
+        Gives the same tokens as a new `LLM` of these weights. First, all names, shapes and dtypes
+        are checked, and that all numbers are finite; if anything is wrong, nothing changes. The
+        prefix cache is emptied, and adapters are read again when they are needed. For a moment,
+        memory holds both weights.
 
         Args:
             source: a model folder, a folder or a file of safetensors, a GGUF file, a hub id, or
                 all tensors of the checkpoint with their names, on any device.
-            when: what becomes of open streams: ``drain``: they end with the old weights, and
-                their pieces wait to be read. ``abort``: they end with the tokens so far.
+            when: what becomes of open streams. ``drain``: they run to their ends with the old
+                weights, and their pieces wait to be read. ``abort``: they end with the tokens so
+                far.
 
         Raises:
             InvalidRequestError: the weights cannot be used; names the tensor and the limit.
@@ -479,7 +480,7 @@ class LLM:
         return self.served_weights.use()
 
     def pause(self) -> None:
-        """Compute nothing until `resume`: prompts are refused, and so is reading open streams."""
+        """Compute nothing until `resume`; new prompts and reads of open streams raise an error."""
         self.is_paused = True
 
     def resume(self) -> None:
@@ -487,11 +488,11 @@ class LLM:
         self.is_paused = False
 
     def sleep(self, level: str = "host", *, when: str = "drain") -> None:
-        """Give memory back until `wake`: that of the KV cache, and the device's with weights.
+        """Free the memory of the KV cache until `wake`, and the device's memory of weights.
 
         Args:
-            level: ``host``: keep the weights in host memory, where those of a CPU are already.
-                ``dropped``: `wake` reads them from their files again.
+            level: ``host``: keep the weights in host memory; on a CPU, they are there already.
+                ``dropped``: free the weights; `wake` reads them from their files again.
             when: what becomes of open streams; see `update_weights`.
 
         Raises:
@@ -503,7 +504,7 @@ class LLM:
         self.served_weights.sleep(kind)
 
     def wake(self) -> None:
-        """End a sleep, with the same weights; `update_weights` ends it with others.
+        """End a sleep, with the same weights; `update_weights` ends a sleep with new ones.
 
         Raises:
             InvalidRequestError: the files of dropped weights have changed or are gone.
@@ -548,7 +549,7 @@ class LLM:
             raise InvalidRequestError("engine", f"is {state}; call {remedy}() first")
 
     def check_drains(self, how: WhenOpen) -> None:
-        """Raise InvalidRequestError if open requests would never end."""
+        """Raise InvalidRequestError if open requests are to end, but the engine is paused."""
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
@@ -566,7 +567,7 @@ class LLM:
             )
             self._answers[request.request_id] = answer
             answers.append(answer)
-        if choices[0].awaits_grammar:  # siblings share a prompt, but no grammar on its way
+        if choices[0].awaits_grammar:  # siblings cannot share a grammar that is not compiled yet
             for request in choices:
                 self.engine.add_request(request)
             return answers
@@ -750,7 +751,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _check_adapter_name(name: object) -> None:
-    """Raise InvalidRequestError for a name that a router would refuse, too."""
+    """Raise InvalidRequestError for a name that is empty, too long or not printable."""
     if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable()):
         problem = f"must have a name of 1 to {_MAX_NAME_CHARS} printable characters"
         raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")

@@ -40,7 +40,7 @@ _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0)
 
 
 class PooledAnswer:
-    """The pooled numbers of one request, once they are there.
+    """The pooled numbers of one request, empty until it ends.
 
     Attributes:
         ended: whether the engine has ended the request.
@@ -73,11 +73,11 @@ class PooledAnswer:
 
 
 class OfflinePooling:
-    """Pools texts with one engine.
+    """Computes embeddings, scores and labels of texts with one engine.
 
     Args:
-        setup: what the checkpoint is good for.
-        tokenizer: the checkpoint's tokenizer; None: only token ids are taken.
+        setup: what the checkpoint can compute.
+        tokenizer: the checkpoint's tokenizer; None: inputs must be token ids.
         run: runs requests to their ends.
     """
 
@@ -90,7 +90,7 @@ class OfflinePooling:
     ) -> None:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
-        self._numbers = itertools.count(1)  # of requests; safe from several threads
+        self._numbers = itertools.count(1)  # numbers of requests; safe from several threads
 
     def embed(
         self,

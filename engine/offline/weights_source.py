@@ -39,7 +39,7 @@ def _write(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
             raise InvalidRequestError("weights", f"{name}: is given twice")
         on_host = tensor.detach().cpu().contiguous()
         memory = on_host.untyped_storage().data_ptr()
-        # A file has no two tensors of one memory, such as a head tied to the embedding.
+        # Safetensors refuses tensors that share memory, such as a head tied to the embedding.
         found[name] = on_host.clone() if memory in memories else on_host
         memories.add(memory)
     try:

@@ -143,8 +143,7 @@ class GraphInputs:
             block_tables: one per KV cache group.
             kernel_parameters: all arrays that `PARAMETER_TYPES` names except keys, with one value
                 per row of the input batch.
-            deltas: `[num_requests]`, positions for rotation, less ``positions``; None: they are
-                equal.
+            deltas: `[num_requests]`, positions for rotation minus ``positions``; None: all are 0.
         """
         self._staging = 1 - self._staging
         arrays = self._arrays[self._staging]

@@ -1,4 +1,4 @@
-"""Pooler: takes the numbers of pooled requests from a step's hidden states.
+"""Pooler: computes the numbers of pooled requests from a step's hidden states.
 
 A mean over several steps keeps its sum between them. The sum adds one token after the other in
 float64, so its bits depend neither on the steps that divide a prompt nor on other requests.
@@ -46,7 +46,7 @@ class Pooler:
         return found
 
     def _keep(self, own: Tensor, rows: PooledRows) -> None:
-        """Add a chunk's hidden states to what is kept; a chunk at position 0 begins anew."""
+        """Add a chunk's hidden states to the row's sum; a chunk at position 0 starts a new sum."""
         if rows.params.kind is PoolingKind.CLS:
             if rows.start == 0:
                 self._kept[rows.row] = own[0].to(torch.float32, copy=True)
@@ -57,7 +57,10 @@ class Pooler:
         self._kept[rows.row] = terms.cumsum(dim=0)[-1].clone()
 
     def _numbers(self, own: Tensor, rows: PooledRows, step: PreparedStep) -> Tensor:
-        """Return a request's numbers, given its last chunk's hidden states; never a view."""
+        """Return a request's numbers, given its last chunk's hidden states.
+
+        The numbers are a copy, never a view of the hidden states.
+        """
         match rows.params.kind:
             case PoolingKind.CLS:
                 return self._kept.pop(rows.row)

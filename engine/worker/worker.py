@@ -207,11 +207,11 @@ class Worker:
         Returns the packed size in bytes; raises AdapterError.
         """
         assert self._adapters is not None, "max_adapters is 0"
-        with on_one_thread():  # the others compute steps
+        with on_one_thread():  # all other threads compute steps
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core meanwhile, as a thread beside the steps computes; safe from any thread."""
+        """Lend no core inside this context, where a thread computes; safe from any thread."""
         return nullcontext() if self._lent_cores is None else self._lent_cores.keep()
 
     def load_adapter(self, adapter: Adapter) -> int:
@@ -220,7 +220,7 @@ class Worker:
         return self._adapters.load(adapter)
 
     def unload_adapter(self, digest: AdapterDigest) -> None:
-        """Let go of an adapter between steps."""
+        """Unload an adapter between steps."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.unload(digest)
 
@@ -249,7 +249,7 @@ class Worker:
         self._weights.drop()
 
     def sleep(self, level: str, keeps_kv_memory: bool) -> None:
-        """Give memory back until `wake` or `use_weights`; see `SleepLevel`."""
+        """Free memory until `wake` or `use_weights`; see `SleepLevel`."""
         self._weights.sleep(SleepLevel(level), keeps_kv_memory=keeps_kv_memory)
 
     def wake(self) -> None:
@@ -275,11 +275,11 @@ class Worker:
         """Load other weights for this worker's model, on a thread of its own.
 
         Raises:
-            ModelLoadError: a tensor is missing, unknown, of another shape or kind, not finite, or
-                its layers would be computed or cached otherwise than the old ones.
+            ModelLoadError: a tensor is missing, unknown, of another shape or dtype, or not finite;
+                or layers would be computed or cached in another way than the old ones.
         """
         make_current(self.device)
-        with on_one_thread():  # the others compute steps
+        with on_one_thread():  # all other threads compute steps
             check_finite(folder, ModelConfig.from_folder(folder))
             model = self._load_model(folder, is_kept=is_kept)
             if describe_weights(self.config.weights, self._packer, model) != self.linear_weights:
@@ -290,7 +290,7 @@ class Worker:
         return LoadedWeights(model, drafter)
 
     def _use(self, loaded: LoadedWeights | None) -> None:
-        """Compute with these weights from now on; None: let go of the model."""
+        """Compute with these weights from now on; None: free the model and compute nothing."""
         if loaded is None:
             self._adapters = None
             self.runner.close()

@@ -23,9 +23,9 @@ INPUT_BLOCK = 64
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
 FLOAT8_GROUP = 128  # float8: a multiple of this many inputs has one scale
-# Bits of a code -> the number of inputs whose multiples rows are padded to.
+# Bits of a code -> rows are padded to a multiple of this number of inputs.
 _STEPS = {8: 8, 6: 16, 4: 8}
-# Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled as 1 stands for 0.5; in the order of
+# Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled to be integers; in the order of
 # codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _QUAD = 4  # adjacent codes of one output
@@ -99,8 +99,9 @@ class CodeLayout:
         group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; for
             `FP8`, a multiple of `FLOAT8_GROUP`.
         scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
-        minima: dtype of the minima; None: no minima, and codes are symmetric. int8: multiples of a
-            factor of their own if scales have factors, else zero points, multiples of the scale.
+        minima: dtype of the minima; None: no minima, and codes are symmetric. int8: if scales have
+            factors, minima are multiples of a factor of their own; otherwise minima are zero
+            points, multiples of the scale.
         factors: dtype of the factors; None: no factors.
         is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
     """
@@ -266,7 +267,7 @@ class GroupedIntegers:
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Give parts of one weight the same layout; values stay equal to the bit.
+        """Give parts of one weight the same layout, without changing any value.
 
         Scales or minima of different kinds become float32.
         """
@@ -367,22 +368,28 @@ class Float8Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """``[out_features, in_features]``, cut into panels of neighbouring outputs.
+    """A weight ``[out_features, in_features]``, cut into panels of neighbouring outputs.
 
     ::
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is padded with zeros. 8-bit numbers are symmetric: each output's largest weight
-    becomes 127, or 448 in float8. bfloat16 and float8 are stored in pairs of inputs, padded with 0,
-    for instructions that multiply pairs: ``[panel, pair, output, 2]``.
+    The last panel is padded with zeros. In int8, each output's largest absolute weight is stored as
+    127; in float8, as 448. For instructions that multiply pairs of inputs, bfloat16 and float8 are
+    stored as ``[panel, pair, output, 2]``, padded with 0.
 
-    Codes are stored as ``[panel, step, output, 4 bytes]``. A step has 4 inputs of 8 bits, or 8
-    inputs of 4 bits: inputs 0 to 3 in the bytes' low halves, 4 to 7 in the high halves. 16 inputs
-    of 6 bits take three steps. Two have bits 0 to 3 of each code, like steps of 4 bits. Byte i of
-    the third has bits 4 and 5 of inputs i, i + 4, i + 8, i + 12, from the lowest bits on. A weight
-    is ``(code - 2 ** (bits - 1)) * scale``, or with minima ``code * scale + minimum``. Codes of
-    e2m1 are indexes into `E2M1_TWICE`. Products with codes round the inputs, see `rounded_inputs`.
+    Codes (integers with a scale per group of inputs) are stored as ``[panel, step, output, 4
+    bytes]``::
+
+        8 bits   a step has 4 inputs, one per byte
+        4 bits   a step has 8 inputs: 0 to 3 in the bytes' low halves, 4 to 7 in the high halves
+        6 bits   three steps have 16 inputs: two steps as for 4 bits, with bits 0 to 3 of each code;
+                 byte i of the third has bits 4 and 5 of inputs i, i + 4, i + 8 and i + 12, input i
+                 in the lowest bits
+
+    A weight is ``(code - 2 ** (bits - 1)) * scale``; with minima, ``code * scale + minimum``. Codes
+    of e2m1 are indexes into `E2M1_TWICE`. Before inputs are multiplied by codes, they are rounded,
+    see `rounded_inputs`.
     """
 
     format: WeightFormat
@@ -443,7 +450,7 @@ class PackedWeight:
 
         Args:
             empty: allocates the large tensors.
-            layout: layout of codes; None: as `pack_rows` makes it.
+            layout: layout of codes; None: the layout that `pack_rows` uses.
             has_gaps: whether rows of any panel may stay unwritten; all rows begin as 0.
         """
         num_panels = -(-out_features // width)

@@ -84,7 +84,7 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Append each row of ``y`` to the row of ``x``: ``[n, a]`` and ``[n, b]`` -> ``[n, a + b]``."""
+    """Append each row of ``y`` ``[n, b]`` to the row of ``x`` ``[n, a]``: ``[n, a + b]``."""
     return torch.cat([x, y], dim=-1)
 
 
@@ -198,7 +198,7 @@ def attend_runs(query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, in
     Args:
         query: ``[num_rows, num_heads, head_dim]``.
         keys_values: ``[num_rows, 2, num_heads, head_dim]``, any strides.
-        runs: ``(count, length)``, in order: so many runs of this length.
+        runs: ``(count, length)`` pairs, in order: ``count`` runs of ``length`` rows each.
 
     Returns:
         ``[num_rows, num_heads, head_dim]``; products are scaled by ``head_dim ** -0.5``.
@@ -739,8 +739,8 @@ def paged_attention(
         value_dim: how many leading numbers of each value to use; None: all.
         sinks: ``[num_heads]`` float32: an additional score per head in the softmax, without a value
             (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
-        row_ends: ``[num_tokens]`` int32: the end of the keys that each query sees, where queries
-            see later keys, too, such as others of their image; None: all see keys up to their own.
+        row_ends: ``[num_tokens]`` int32: the end of the keys that each query sees, if queries also
+            see later keys, such as those of their image; None: a query sees keys up to its own.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.

@@ -186,7 +186,7 @@ class Peers:
     def note_alive(self, engine_id: str, at_s: float) -> None:
         """Note that a peer was alive at a moment of our clock."""
         peer = self._peers[engine_id]
-        if at_s <= self._turn.now:  # not trusted: at_s comes from the network
+        if at_s <= self._turn.now:  # a time in the future is not trusted: it comes from the network
             peer.alive_at = max(peer.alive_at, at_s)
 
     def renew(self, engine_id: str, sent_at_s: float) -> None:
@@ -316,7 +316,7 @@ class Peers:
         """Make a peer suspect, and report it once."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
-        if self._greets:  # so that a new probe is asked for
+        if self._greets:  # greet again, so that the peer asks for a new probe
             peer.is_probed = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)

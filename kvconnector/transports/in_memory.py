@@ -130,7 +130,7 @@ class InMemoryTransport:
             self._ends.pop(self._name, None)
 
     def _end(self, engine_id: str, rank: int | None = None) -> InMemoryTransport:
-        """Return the transport of a peer's rank; None: of the peer's leading rank."""
+        """Return the transport of a peer's rank; ``rank`` None: of the peer's leading rank."""
         name = engine_id
         if rank is not None:
             leader = self._peers[engine_id][0].manifest.leader

@@ -185,7 +185,7 @@ class Player:
             problem = f"no end within {self._plan.timeout_s:g} s"
             record.set_outcome(Outcome.ERROR, clock.now_s(), "TIMEOUT", problem)
         except asyncio.CancelledError:
-            if self.was_stopped:  # the client gives up, so the server is not at fault
+            if self.was_stopped:  # this client gave up, so the server is not at fault
                 record.set_outcome(Outcome.CANCELLED, clock.now_s())
             else:
                 problem = "no end before that of the run"

@@ -171,7 +171,7 @@ class EventReader:
         elif not choice.num_chars():
             counted = 0
         else:
-            self._has_uncounted = True  # so a later usage includes pieces that were not counted
+            self._has_uncounted = True  # a later usage includes these uncounted tokens
         self._num_tokens += counted or 0
         return counted
 
@@ -250,7 +250,7 @@ class OpenAITarget:
                         if frame is not None:
                             yield frame
                 except BaseException:
-                    response.close()  # tells the server at once that nobody reads
+                    response.close()  # tells the server at once that the client has gone
                     raise
         except aiohttp.ClientPayloadError as error:
             raise TargetError("CUT_SHORT", str(error)) from None

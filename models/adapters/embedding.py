@@ -24,7 +24,7 @@ class EmbeddingLowRank:
     """An adapter's part of an embedding.
 
     Attributes:
-        table: ``[vocab_size, rank]``; with several ranks, of a rank's share of the vocabulary.
+        table: ``[vocab_size, rank]``; if ranks divide the vocabulary, only this rank's rows.
         b: ``[hidden_size, rank]``.
     """
 
@@ -60,7 +60,7 @@ class AdaptedEmbedding(nn.Module):
         self._step = step
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
+        """Map token ids ``[num_tokens]`` to embeddings ``[num_tokens, hidden_size]``."""
         out: Tensor = self.layer(input_ids)
         for rows, part in self._step.found(self.loaded):
             part.add_to(out[rows], input_ids[rows])

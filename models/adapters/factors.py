@@ -36,7 +36,7 @@ class Factors:
 
 
 def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -> list[Factors]:
-    """Return a layer's factors; of stacked layers, those of each expert.
+    """Return a layer's factors; for stacked layers, the factors of each expert.
 
     Args:
         config: the base model, for which a GGUF file's order is undone.

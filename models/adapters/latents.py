@@ -53,13 +53,13 @@ class LatentLowRank:
         return sum(one.numel() * one.itemsize for one in tensors)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Return what is added to absorbed queries: ``[n, num_heads, key_dim]`` -> latents."""
+        """Return the addition to absorbed queries, as latents, for ``[n, num_heads, key_dim]``."""
         inner = query.new_empty(*query.shape[:2], self.down.out_features)
         ops.grouped_packed_linear(query, self.keys, inner)
         return ops.packed_linear(inner.flatten(0, 1), self.up).view(*query.shape[:2], -1)
 
     def expand(self, attended: Tensor, value_dim: int) -> Tensor:
-        """Return what is added to values: ``[n, num_heads, latent]`` -> ``[..., value_dim]``."""
+        """Return the addition to values, ``[..., value_dim]``, for ``[n, num_heads, latent]``."""
         inner = ops.packed_linear(attended.flatten(0, 1).contiguous(), self.down)
         out = attended.new_empty(*attended.shape[:2], value_dim)
         ops.grouped_packed_linear(inner.view(*attended.shape[:2], -1), self.values, out)
@@ -114,7 +114,7 @@ class AdaptedLatents(nn.Module):
         (piece,) = pieces
         factors, ((part, up, norms),) = piece.factors, piece.rows()
         spec, nope = self._spec, self._spec.qk_nope_head_dim
-        sizes = (-1, nope + spec.v_head_dim)  # of the heads that this rank has
+        sizes = (-1, nope + spec.v_head_dim)  # number and size of this rank's heads
         gains: tuple[Tensor, Tensor] | None = None
         if norms is not None:
             every = gains_of(files, factors, norms, part)
@@ -138,7 +138,7 @@ class AdaptedLatents(nn.Module):
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:
-    """Pad each head's outputs to whole panels: ``[num_heads, outputs, inputs]`` -> one matrix."""
+    """Join heads ``[num_heads, outputs, inputs]`` to a matrix; each is padded to whole panels."""
     return functional.pad(heads, (0, 0, 0, -heads.shape[1] % width)).flatten(0, 1).contiguous()
 
 

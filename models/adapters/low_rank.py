@@ -123,7 +123,7 @@ def refuse_large(
 ) -> None:
     """Raise AdapterError for a number that is too large for ``dtype``."""
     for name, matrix in (("lora_A", a), ("lora_B", b)):
-        is_as_read = matrix.dtype != torch.float32  # and so it has finite numbers
+        is_as_read = matrix.dtype != torch.float32  # reading has checked that all are finite
         if is_as_read and torch.finfo(matrix.dtype).max <= torch.finfo(dtype).max:
             continue
         extremes = torch.stack(matrix.aminmax())  # NaN if a number is NaN
@@ -133,7 +133,7 @@ def refuse_large(
 
 
 def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return a layer's product without its activation: ``[n, in]`` -> ``[n, out_features]``."""
+    """Multiply ``[n, in]`` by a layer's weight, without activation: ``[n, out_features]``."""
     if activation_of(layer) is None:
         product: Tensor = layer(x)
         return product

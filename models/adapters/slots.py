@@ -73,7 +73,7 @@ class AdaptedLinear(nn.Module):
         self._activation = activation_of(layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[num_tokens, in_features]`` -> the layer's result, adapted."""
+        """Return the layer's adapted result for ``[num_tokens, in_features]``."""
         found = self._step.found(self.loaded)
         if not found:
             result: Tensor = self.layer(x)
@@ -102,7 +102,7 @@ _Packed = Sequence[tuple[_Site, Any]]  # an adapter's part of each place
 class AdapterSlots:
     """The adapters of one model on a CPU.
 
-    Used by one thread at a time, but for `check` and `pack`.
+    Used by one thread at a time, except `check` and `pack`.
 
     Args:
         model: the loaded model, which must not change any more.
@@ -190,7 +190,7 @@ class AdapterSlots:
         return num_bytes
 
     def unload(self, digest: AdapterDigest) -> None:
-        """Let go of an adapter, which no step may use any more; harmless if it is not there."""
+        """Unload an adapter that no step uses any more; do nothing if it is not loaded."""
         for site in self._sites.values():
             site.loaded.pop(digest, None)
         self._loaded.discard(digest)
@@ -199,7 +199,7 @@ class AdapterSlots:
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute a step with adapters; see ``CausalLM.forward``."""
-        # Layers without an adapter's part compute as the base model does, and nobody would see it.
+        # A step with an adapter that is not loaded would silently compute as the base model does.
         missing = {span.adapter for span in context.adapters} - self._loaded
         assert not missing, f"a step uses adapters that are not loaded: {missing}"
         self._step.spans = context.adapters

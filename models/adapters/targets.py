@@ -54,8 +54,8 @@ class TargetPart:
     Attributes:
         path: the layer's path in the model.
         rows: rows of the layer's output; of experts' layers, rows of one expert's output.
-        order: the checkpoint's row of each of these rows; None: they are the same.
-        expert: the expert whose layer this is; None: another layer.
+        order: for each of these rows, its row in the checkpoint; None: the numbers are equal.
+        expert: number of the expert that has the layer; None: no expert has it.
         columns: inputs that the rank reads; of an embedding, its share of the vocabulary. None: all
             of them.
     """

@@ -97,7 +97,7 @@ class DecodeTapes:
         return taped.copy_results()
 
     def _key(self, inputs: Inputs, context: ForwardContext) -> _Key | None:
-        """Return a tape's key, which is all but input values; None: not a plain decode step."""
+        """Return a tape's key: all except the inputs' values; None: no plain decode step."""
         num_tokens = len(inputs[0])
         first = context.groups[0][0]
         assert isinstance(first, AttentionMetadata)

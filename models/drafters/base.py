@@ -42,7 +42,7 @@ class LayersDrafter(Protocol):
     state_layers: tuple[int, ...]
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Convert the target's states to `compute`'s input: ``[n, ...]`` -> ``[n, width]``."""
+        """Convert the target's states ``[n, ...]`` to `compute`'s input ``[n, width]``."""
         ...
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:

@@ -100,7 +100,11 @@ def _refuse_time_step_min(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Return the kind of each part in the file; raises ModelLoadError if the first is no mixer."""
+    """Return the kind of each part, in the order of config.json.
+
+    Raises ModelLoadError for an unknown kind, for an MLP or experts that do not follow a mixer, and
+    if no part is attention.
+    """
     # If a file has both, layer_types is used, as in transformers.
     name = next((n for n in ("layer_types", _PARTS) if fields.has(n)), _PATTERN)
     known = _LETTERS if name == _PATTERN else _NAMES

@@ -26,7 +26,7 @@ class InvariantPacker:
 
     Attributes:
         kind: the GPU's kind, as other kinds add in another order.
-        int8: packer of layers that sum integers, in any order; None: no such layers.
+        int8: packer of layers that sum integers, whose order does not matter; None: there are none.
     """
 
     kind: str

@@ -26,7 +26,7 @@ class PackedEmbedding(Computing):
         self._packed, self._dtype = weight, dtype
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
+        """Map token ids ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
         return self.ops.unpack_rows(self._packed, input_ids, self._dtype)
 
 
@@ -44,5 +44,5 @@ class NarrowEmbedding(nn.Module):
         self._dtype = dtype
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``."""
+        """Map token ids ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
         return functional.embedding(input_ids, self.weight).to(self._dtype)

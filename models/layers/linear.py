@@ -20,7 +20,7 @@ class ExactLinear(nn.Linear):
     """A small, sensitive linear layer, such as a router, whose weight is never rounded."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` -> ``[..., out_features]`` float32."""
+        """Map ``[..., in_features]`` to ``[..., out_features]`` float32."""
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(x.float(), self.weight.float(), bias)
 
@@ -221,7 +221,7 @@ class GatedLinear(JoinedLinear, Computing):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` -> ``[..., out_features / 2]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features / 2]``."""
         return self.ops.gated_mul(super().forward(x), self.activation)
 
 

@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
+        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
         out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out
 
@@ -76,7 +76,7 @@ class SquaredReluMLP(Computing):
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
+        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
         up = self.up_proj(x)
         out: Tensor = self.down_proj(self.ops.gate_mul(up, up, "relu"))
         return out

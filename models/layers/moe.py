@@ -45,7 +45,7 @@ class SparseMoe(Computing):
 
     Attributes:
         invariant: whether a token's results may not depend on other tokens, even on a GPU.
-        adapted: computes tokens in place of `mix`, some of them adapted; None: nothing does.
+        adapted: replaces `mix` in layers with adapters; None: the layer has none.
         width: size of the experts' input and output.
         inner_size: size of an expert's middle.
         num_halves: parts of an expert's first layer: 2 for gates and ups, 1 for ups alone.
@@ -111,7 +111,7 @@ class SparseMoe(Computing):
             self.shared_expert.shard(rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[num_tokens, hidden_size]`` -> ``[num_tokens, hidden_size]``."""
+        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
         ids, weights = self.ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)

@@ -31,7 +31,7 @@ class RMSNorm(Computing):
         return weight.float() + (1.0 if self._kind == NormWeight.OFFSET else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` -> ``[..., size]``."""
+        """Normalize ``[..., size]`` over the last dimension."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:

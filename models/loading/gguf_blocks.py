@@ -39,7 +39,7 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 
 def _cut(parts: Tensor, *sizes: int) -> Tensor:
-    """``[rows, blocks, ...]`` -> ``[rows, blocks, *sizes]``."""
+    """Reshape ``[rows, blocks, ...]`` to ``[rows, blocks, *sizes]``."""
     return parts.reshape(*parts.shape[:2], *sizes)
 
 

@@ -116,7 +116,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
 
 
 def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
-    """Return the shape of a tensor once read; None: not known before."""
+    """Return the shape that a tensor will have when read; None: reading it must tell."""
     inner = {part.shape[1:] for part in tensor.parts}
     if len(inner) > 1 or not is_order(tensor.changes):
         return None
@@ -124,7 +124,7 @@ def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
 
 
 def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
-    """Unpack matrices of one type and stack their rows; None: not stored as integers."""
+    """Unpack matrices of one type and stack their rows; None: the type has no integers."""
     kinds = {(part.type_id, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or len(parts[0].shape) != 2:
         return None

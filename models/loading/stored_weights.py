@@ -109,7 +109,7 @@ def integers_alike(
 
 
 def float8_alike(parts: Sequence[WeightPart]) -> list[Float8Rows]:
-    """Return all parts' float8 rows; None if some are not float8 or groups differ."""
+    """Return all parts' float8 rows; empty if a part is not float8, or if groups differ."""
     kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
     cuts = {(one.group_size, one.scales.shape[1]) for one in kept}
     return kept if len(kept) == len(parts) and len(cuts) == 1 else []

@@ -88,13 +88,13 @@ def _without_axes(rope: Fields) -> dict[str, object]:
 
 
 def with_vision_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return all tensors, those of the vision encoder as `VISION` and their name."""
+    """Return all tensors; the names of the vision encoder's tensors begin with `VISION`."""
 
     return {_vision_name(name) or name: one for name, one in stored.items()}
 
 
 def _vision_name(name: str) -> str | None:
-    """Return a vision tensor's name in a model that computes images; None: another tensor."""
+    """Return a vision tensor's name in a model that computes images; None: no vision tensor."""
     of_vision = name.removeprefix("model.")
     if not of_vision.startswith(_OF_IMAGES):
         return None
@@ -104,7 +104,7 @@ def _vision_name(name: str) -> str | None:
 
 
 def text_name(name: str) -> str | None:
-    """Return the name in a text model of a tensor or layer; None: it is of the image part."""
+    """Return a tensor's or layer's name in a text model; None: it belongs to the image part."""
     if _vision_name(name) is not None:
         return None
     prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
@@ -116,8 +116,8 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
 
     Args:
         stored: the tensors of the whole model, by name.
-        images: whether to return the vision encoder's tensors, too, each as `VISION` and its name.
-            Otherwise they are left out, which is logged once.
+        images: whether to return the vision encoder's tensors, too, under names that begin with
+            `VISION`. Otherwise they are left out, which is logged once.
     """
     kept: dict[str, Stored] = {}
     left_out: list[str] = []

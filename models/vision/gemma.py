@@ -86,7 +86,7 @@ class _Projector(nn.Module):
         self.mm_soft_emb_norm = RMSNorm(size, spec.layers.norm_eps, NormWeight.OFFSET)
 
     def forward(self, x: Tensor, sides: tuple[int, int]) -> Tensor:
-        """``[rows * columns, hidden_size]`` -> ``[tokens, text_size]``."""
+        """Map patches ``[rows * columns, hidden_size]`` to embeddings ``[tokens, text_size]``."""
         square, (rows, columns) = self._square, (side // self._square for side in sides)
         cut = x.view(*sides, -1)[: rows * square, : columns * square]
         cut = cut.reshape(rows, square, columns, square, x.shape[1])

@@ -16,7 +16,8 @@ from models.layers.computing import Computing
 from models.layers.linear import JoinedLinear
 from models.vision.specs import TransformerSpec
 
-# Patches that attend to each other, in order: ``(count, length)`` are adjacent runs of one length.
+# Runs of patches that attend to each other, in order; ``(count, length)``: ``count`` adjacent runs
+# of ``length`` patches each.
 Runs = Sequence[tuple[int, int]]
 # Cosines and sines of each patch, ``[num_patches, 1, head_dim]`` float32; None: no rotation.
 Rotation = tuple[Tensor, Tensor] | None
@@ -61,7 +62,7 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        """``[num_patches, numbers of a kernel]`` -> ``[num_patches, hidden_size]``."""
+        """Map pixels ``[num_patches, numbers of a kernel]`` to ``[num_patches, hidden_size]``."""
         patches = patches.to(self.weight.dtype)
         return functional.linear(patches, self.weight.flatten(1), self.bias)
 
@@ -108,7 +109,7 @@ class VisionAttention(Computing):
         self.add_module(output, nn.Linear(size, size, bias=bias))
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
-        """``[num_patches, hidden_size]`` -> results of the same shape."""
+        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
         joined = self.qkv(x).view(len(x), 3, self._num_heads, self._head_dim)
         query = joined[:, 0]  # [num_patches, num_heads, head_dim]
         if rotation is None:
@@ -122,7 +123,7 @@ class VisionAttention(Computing):
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads ``[num_patches, num_heads, head_dim]``; halves of a head are pairs."""
+    """Rotate ``[num_patches, num_heads, head_dim]``; number i pairs with i + ``head_dim / 2``."""
     cos, sin = rotation
     numbers = x.float()
     first, second = numbers.chunk(2, dim=-1)
@@ -161,7 +162,7 @@ class VisionMlp(nn.Module):
         self.add_module(names[1], nn.Linear(spec.inner_size, spec.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[num_patches, hidden_size]`` -> results of the same shape."""
+        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
         first, second = map(self.get_submodule, self._names)
         result: Tensor = second(self._activation(first(x)))
         return result
@@ -204,7 +205,7 @@ class VisionLayer(nn.Module):
         self._parts = (norms[0], attention, norms[1], mlp)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
-        """``[num_patches, hidden_size]`` -> results of the same shape."""
+        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
         attention_norm, attention, mlp_norm, mlp = self._parts
         x = x + attention(attention_norm(x), runs, rotation)
         result: Tensor = x + mlp(mlp_norm(x))
@@ -219,7 +220,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
-        """``[num_patches, hidden_size]`` -> results of the same shape."""
+        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
         for layer in self.layers:
             x = layer(x, runs, rotation)
         return x
@@ -235,7 +236,7 @@ def frequencies(theta: float, size: int) -> Tensor:
 
 
 def rotation_by_axes(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Rotation:
-    """Make the rotation of patches, half of whose pairs turn with rows, and half with columns.
+    """Make the rotation of patches: by rows for half of a head's pairs, by columns for the others.
 
     Args:
         rows: ``[num_patches]``, each patch's row.

@@ -104,7 +104,7 @@ class _Projector(nn.Module):
         self.linear_2 = nn.Linear(text_size, text_size, bias=bias)
 
     def forward(self, x: Tensor, sides: tuple[int, int]) -> Tensor:
-        """``[rows * columns, hidden_size]`` -> ``[rows * columns / merge^2, text_size]``."""
+        """Map ``[rows * columns, hidden_size]`` to ``[rows * columns / merge^2, text_size]``."""
         merge, (rows, columns) = self._merge, (side // self._merge for side in sides)
         x = self.norm(x).view(*sides, -1)[: rows * merge, : columns * merge]
         cut = x.reshape(rows, merge, columns, merge, -1)

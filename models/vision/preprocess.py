@@ -1,8 +1,8 @@
 """Preprocessor: an image file becomes the pixel values that a model's encoder reads.
 
-transformers' own image processors compute them, with their PIL backend, which needs no
-torchvision and gives the same numbers wherever it runs. Decoding hostile files needs a process
-that may die; this module only decodes.
+The image processors of transformers compute the values. Their PIL backend needs no torchvision and
+gives the same numbers on every machine. A hostile file may kill its decoder, so callers run this
+module in a process that may die.
 Refuses to know: encoders, prompts.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _Array = np.ndarray[Any, np.dtype[Any]]
-# Arrays of image processors that encoders read. All but flat lists of patches have a first axis of
-# images.
+# Arrays of image processors that encoders read. Their first axis is the image, except in flat lists
+# of patches.
 _READ = ("pixel_values", "image_grid_thw")
 _FLAT = 2
 

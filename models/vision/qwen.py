@@ -6,8 +6,9 @@
                                               |
                                               +-> deep layers' own mergers, side by side behind it
 
-Patches come in the order of the squares that become one embedding. Most of Qwen2.5-VL's layers
-attend within windows, for which the squares are sorted, and put back at the end.
+Patches that become one embedding form a square; patches come square by square. Most of Qwen2.5-VL's
+layers attend within windows. For them, squares are sorted by window first, and back into the order
+of the image at the end.
 Refuses to know: how images are resized (`baton/media/layouts/qwen.py`), the text network.
 """
 
@@ -125,7 +126,7 @@ class _QwenTransformer(nn.Module):
         return rotation_by_axes(*places, each, each)
 
     def _learned(self, places: _Places, rows: int, columns: int) -> Tensor:
-        """Return each patch's learned position, between those of its four neighbours."""
+        """Return each patch's position: the four nearest learned ones, interpolated linearly."""
         side = self._spec.positions_per_side
         assert side is not None
         of_rows, of_columns = (
@@ -142,7 +143,7 @@ class _QwenTransformer(nn.Module):
 
 
 def _neighbours(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return two learned positions per patch, and the share of each, ``[num_patches]``.
+    """Return the two nearest learned positions per patch, and their weights, ``[num_patches]``.
 
     Args:
         place: the patches' rows, or columns.
@@ -186,7 +187,7 @@ class _Merger(nn.Module):
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[num_patches, hidden_size]`` -> ``[num_patches / merge^2, text_size]``."""
+        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         joined = self.ln_q(x).view(len(x) // self._square, -1)
         result: Tensor = self.mlp["2"](ACTIVATIONS["gelu"](self.mlp["0"](joined)))
         return result
@@ -204,7 +205,7 @@ class _ThirdMerger(nn.Module):
         self.linear_fc2 = nn.Linear(joined, spec.text_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[num_patches, hidden_size]`` -> ``[num_patches / merge^2, text_size]``."""
+        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         shape = (len(x) // self._square, -1)
         joined = self.norm(x.view(shape)) if self._is_deep else self.norm(x).view(shape)
         result: Tensor = self.linear_fc2(ACTIVATIONS["gelu"](self.linear_fc1(joined)))

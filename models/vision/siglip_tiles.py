@@ -73,7 +73,7 @@ class _TileTransformer(nn.Module):
         self.post_layernorm = nn.LayerNorm(spec.layers.hidden_size, eps=spec.layers.norm_eps)
 
     def forward(self, tiles: Tensor) -> Tensor:
-        """``[tiles, 3, side, side]`` -> ``[tiles * patches of a tile, hidden_size]``."""
+        """Map ``[tiles, 3, side, side]`` to ``[tiles * patches of a tile, hidden_size]``."""
         x = self.embeddings(tiles)
         runs = ((len(tiles), len(x) // len(tiles)),)
         result: Tensor = self.post_layernorm(self.encoder(x, runs))
@@ -92,7 +92,7 @@ class _TileEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(self._num_positions**2, size)
 
     def forward(self, tiles: Tensor) -> Tensor:
-        """``[tiles, 3, side, side]`` -> ``[tiles * patches of a tile, hidden_size]``."""
+        """Map ``[tiles, 3, side, side]`` to ``[tiles * patches of a tile, hidden_size]``."""
         patches, sides = cut_patches(tiles, self._patch_size)
         embedded = self.patch_embedding(patches)  # [tiles * patches of a tile, hidden_size]
         places = _positions(*sides, self._num_positions).to(embedded.device)
@@ -129,7 +129,7 @@ class _Connector(nn.Module):
         self.modality_projection = nn.ModuleDict({"proj": proj})
 
     def forward(self, x: Tensor, num_tiles: int) -> Tensor:
-        """``[tiles * n, hidden_size]`` -> ``[tiles * n / scale^2, text_size]``."""
+        """Map ``[tiles * n, hidden_size]`` to ``[tiles * n / scale^2, text_size]``."""
         scale, side = self._scale, int((len(x) // num_tiles) ** 0.5)
         cut = x.view(num_tiles, side // scale, scale, side // scale, scale, x.shape[1])
         joined = cut.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(0, 2)

@@ -20,7 +20,7 @@ _ACTIVATIONS = {
     "silu": "silu",
 }
 _GATES = ("gelu_tanh", "gelu", "silu")
-# Defaults of Qwen2.5-VL's layers without windows, and of Qwen3-VL's deep layers.
+# Default layers without windows in Qwen2.5-VL, and default deep layers in Qwen3-VL.
 _FULL, _DEEP = (7, 15, 23, 31), (8, 16, 24)
 
 
@@ -105,7 +105,7 @@ class QwenSpec:
         text_size: size of the text network's embeddings.
         theta: base of the rotary frequencies.
         is_gated: whether norms are root-mean-square and feed-forward parts are gated (Qwen2.5).
-        is_third: whether patches have biases, and parts have Qwen3's names.
+        is_third: whether this is Qwen3's encoder: patches have biases, and parts other names.
         window: rows, and columns, of embeddings whose patches attend to each other; None: all do.
         full_layers: layers without windows.
         positions_per_side: rows, and columns, of learned positions; None: there are none.

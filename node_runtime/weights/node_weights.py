@@ -27,7 +27,7 @@ class NodeWeights:
         engine: the engine, which `ask_engine` reaches between two steps.
         served: the engine's weights.
         ask_engine: calls a function on the engine's thread; see `EngineLoop.ask`.
-        root: folder below which new weights must lie; None: none may be loaded.
+        root: folder below which new weights must lie; None: no weights may be loaded.
         on_used: called on the engine's thread when other weights compute.
     """
 

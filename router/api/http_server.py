@@ -388,7 +388,7 @@ class HttpServer:
         return handle
 
     async def _not_served(self, request: web.Request) -> web.Response:
-        """Answer paths of OpenAI's or vLLM's API for other kinds of models."""
+        """Refuse paths of OpenAI's or vLLM's API that need other kinds of models."""
         raise ApiError(
             501,
             f"path: {request.path} is for models of another kind: {self._names.names[0]!r} writes "

@@ -137,7 +137,7 @@ class Attempt:
         return len(self._buffer.token_ids) - self.start_index
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """Take one token of a step; fast in the common case, the next token of the decode node."""
+        """Handle one token of a step; fast in the common case: the decode node's next token."""
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
             self._buffer.add_token(token_id)
             return
@@ -172,8 +172,8 @@ class Attempt:
     def _is_harmless(self, item: LegDelta) -> bool:
         """Return whether an error comes from a prefill node that is no longer needed.
 
-        After token 1, a failed push ends the attempt until the KV has arrived. The loss of the node
-        does not, as the decode node reports missing KV.
+        After token 1, a failed push still ends the attempt if the KV has not arrived. The loss of
+        the prefill node does not end the attempt, as the decode node reports missing KV.
         """
         if item.role is not NodeRole.PREFILL or not self.began:
             return False

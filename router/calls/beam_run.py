@@ -60,7 +60,7 @@ def begin_search(
         dispatcher: runs the steps' calls.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or means nothing in a beam search.
+        InvalidRequestError: a parameter is out of range, or has no meaning in a beam search.
         OverloadedError: the caller's limits allow no request now.
     """
     params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
@@ -82,7 +82,7 @@ def begin_search(
 
 
 class BeamRun:
-    """Search the best outputs of one call's prompt, once for all streams that ask for one.
+    """Searches the best outputs of a call's prompt once; each stream then reads one output.
 
     Args:
         call: the checked call; its timeout limits the whole search.
@@ -96,7 +96,7 @@ class BeamRun:
         self._search = BeamSearch(params, min(params.max_tokens, max_tokens))
         self._of_step = SamplingParams(max_tokens=1, temperature=0, logprobs=params.num_candidates)
         self._principal = _without_request_rate(call.terms.principal)
-        self._first: Receipt | None = None  # of the call that computed the prompt
+        self._first: Receipt | None = None  # receipt of the call that computed the prompt
         self._task: asyncio.Task[list[Beam]] | None = None
 
     async def stream(self, place: int) -> AsyncGenerator[TextDelta, None]:
@@ -194,6 +194,6 @@ class BeamRun:
 
 
 def _without_request_rate(principal: Principal) -> Principal:
-    """Return a principal whose steps count as tokens only, as its request is counted already."""
+    """Return a copy of a principal whose steps only count as tokens: the request is counted."""
     limits = dataclasses.replace(principal.limits, requests_per_minute=0.0)
     return dataclasses.replace(principal, limits=limits)

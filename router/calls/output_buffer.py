@@ -20,8 +20,8 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
-# Most output tokens that a delta may be ahead. One leg's link may stall until its node counts as
-# silent, while the other leg goes on.
+# Most tokens by which a delta may be ahead of the output so far. One leg's link may stall until its
+# node counts as silent, while the other leg goes on.
 MAX_EARLY = 4096
 # Most tokens in one piece: turning more into text blocks the event loop for tens of milliseconds.
 MAX_TAKEN = 1024

@@ -18,7 +18,7 @@ from router.fleet.load.node_load import NodeLoad
 BARRED_S = 5.0
 # Time to read and load an adapter, until a node has measured one.
 DEFAULT_LOAD_S = 0.5
-# A node that was asked to load an adapter tells in its beats by then that it has the adapter.
+# A node that loads an adapter reports the adapter in its beats within this time.
 EXPECTED_S = 5.0
 MAX_SOURCES = 16_384  # most remembered; running requests may use adapters that have lost their name
 
@@ -53,7 +53,7 @@ class AdapterPlaces:
         self._asked: dict[tuple[str, str], float] = {}  # (engine id, digest): since; oldest first
 
     def set_sources(self, sources: Mapping[str, AdapterSource]) -> None:
-        """Take the sources of the adapters that have names; those of others are kept for a while.
+        """Set the sources of adapters that have names; other adapters' sources stay for a while.
 
         Args:
             sources: by digest.
@@ -86,7 +86,7 @@ class AdapterPlaces:
         self._asked.pop((engine_id, digest), None)
 
     def forget_failures(self, digest: str) -> None:
-        """Ask every node again, because an adapter's files may be others now."""
+        """Ask every node again, because an adapter's files may have changed."""
         self._barred = {key: one for key, one in self._barred.items() if key[1] != digest}
 
     def takes(self, node: NodeLoad, digest: str) -> bool:

@@ -43,9 +43,9 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
 
 
 def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -> Fleet:
-    """Return the fleet for prompts that are not handed over: each prefill node with itself.
+    """Return the fleet for pooled prompts, which are not handed off.
 
-    Policies then place such a prompt like any other, and need no decode node.
+    Each prefill node is paired with itself, so that policies place such a prompt like any other.
 
     Args:
         ready: nodes that may get requests.

@@ -95,7 +95,7 @@ class LostNodes:
 
     @property
     def last_loss_at(self) -> float:
-        """Time when the latest node left that has not come back; -inf without such a node."""
+        """Time of the latest loss whose node has not come back; -inf: there is no such loss."""
         times = (one.at for one in reversed(self._losses) if one.fate is not Fate.RETURNED)
         return next(times, float("-inf"))
 

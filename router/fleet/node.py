@@ -276,7 +276,7 @@ class Node:
         """Give a delta to its attempt's reader; drop a delta of a closed leg."""
         leg = self._leg_of(delta)
         if leg is not None:
-            if delta.error is not None:  # people read errors in terminals
+            if delta.error is not None:  # escape characters that could control a terminal
                 error = RequestError(printable(delta.error.code), printable(delta.error.message))
                 delta = msgspec.structs.replace(delta, error=error)
             self._learn(leg, delta)

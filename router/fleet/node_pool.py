@@ -73,8 +73,7 @@ class NodePool:
         may_self_prefill: whether decode nodes may compute prompts.
         engine_timeout_s: a node is stuck if one of its threads stays in one round for this long,
             and much longer than in any round before.
-        vocab_size: size of the model's vocabulary; a node that sends larger token ids is cut off.
-            token ids.
+        vocab_size: size of the model's vocabulary; a node that sends larger token ids is removed.
         clock: returns monotonic seconds.
         router_id: id of the router; None: a random one.
         gate: decides which nodes may join now; None: a gate of this pool's own. Pools of one router
@@ -300,7 +299,7 @@ class NodePool:
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # after a stall the node hung up and is alive
+            if not self._is_held_up:  # else the node hung up because this router stalled; it lives
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -422,7 +421,7 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
-            # One text is kept per pair, and people read it in terminals.
+            # Shorten the text, as one is kept per pair; escape what could control a terminal.
             problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
             event = dataclasses.replace(event, problem=problem)
             node.reports[event.engine_id] = event
@@ -479,7 +478,7 @@ class NodePool:
 
     @property
     def prompt_fleet(self) -> Fleet:
-        """Prefill nodes that may get prompts now which no decode node continues."""
+        """Prefill nodes that may now get pooled prompts, which need no decode node."""
         if self._prompt_fleet is None:
             ready = filter(self.is_eligible, self._nodes.values())
             self._prompt_fleet = make_prompt_fleet(ready, self.rollout.may_serve)

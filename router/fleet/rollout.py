@@ -11,7 +11,7 @@
     undone      a revision gets nothing while another one is complete
 
 Capacity counts nodes that may get requests, weighted by health, and decode nodes also by KV memory.
-As nodes come and go, traffic follows, forward and back alike.
+When nodes join or leave, the shares follow, so rolling back works like rolling forward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from router.fleet.load.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 64  # without nodes, and not undone
+MAX_REMEMBERED = 64  # most revisions without nodes that are remembered, undone ones not counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,9 @@ class ServedIdentity:
         return node.identity == self.served
 
     def follow_nodes(self) -> None:
-        """Let nodes decide the weights from now on, as an operator changes theirs.
+        """Stop requiring the weights of the router's folder: an operator changes nodes' weights.
 
-        Otherwise nodes with the folder's weights would take over as soon as one of them is here.
+        Otherwise the first node with the folder's weights would replace the nodes with new ones.
         """
         self._own.pop("weights", None)
 
@@ -85,7 +85,7 @@ class ServedIdentity:
 
         Args:
             nodes: nodes that have joined.
-            left: identity of a node that just left as told.
+            left: identity of a node that just left on a command.
         """
         num_active: Counter[Identity] = Counter()
         for node in nodes:

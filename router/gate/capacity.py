@@ -30,7 +30,8 @@ class Capacity:
         shared_prefill_window_s: smaller limit for a tenant that must leave room to others; the
             finished part of a prompt does not count.
         clock: the clock of the nodes' loads.
-        prompt_fleet: returns the nodes for prompts that no decode node continues; None: ``fleet``.
+        prompt_fleet: returns the nodes for pooled prompts, which need no decode node; None:
+            ``fleet``.
 
     Attributes:
         bias: factor by which recent waits exceeded their estimates.
@@ -69,7 +70,7 @@ class Capacity:
         return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
 
     def has_time(self, *, shares: bool = False) -> bool:
-        """Return whether a prefill node can take a prompt now that no decode node continues.
+        """Return whether a prefill node can take a pooled prompt now, which needs no decode node.
 
         True if no such node exists.
 

@@ -29,7 +29,7 @@ class Ticket:
         began_at: when the request began, by the loop's clock; None while it waits.
         has_first_token: whether token 1 is known; the request then needs no prefill node.
         expected_wait_s: time to first token estimated at arrival; 0 if the request began at once.
-        bias: factor that the estimate contains.
+        bias: correction factor that ``expected_wait_s`` contains.
         turn: done when the wait is over; None if the request does not wait.
         refusal: error with which the request was taken out of the queue.
     """

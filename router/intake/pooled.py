@@ -45,7 +45,7 @@ from router.intake.prompt_reader import PairPrompt
 from router.intake.texts import ChatPrompt
 
 MAX_INPUTS = 2048
-MAX_INPUT_TOKENS = 2**20  # of all inputs of a request together
+MAX_INPUT_TOKENS = 2**20  # most tokens of a request's inputs together
 MAX_NUMBERS = 2**21  # numbers in a response: 8 MiB as float32
 _AT_ONCE = 64  # calls of one request that wait or run at the same time
 # Nothing is sampled; these parameters only end a call with its prompt.
@@ -80,7 +80,7 @@ class _Numbers:
 
 
 class PooledRequests:
-    """Serve the pooled requests of one base model.
+    """Serves the pooled requests of one base model.
 
     Args:
         intake: checks and runs the calls.
@@ -147,7 +147,7 @@ class PooledRequests:
         Args:
             queries: one for all documents, or one for each.
             fields: names of the fields of queries and documents, for errors.
-            instruction: for rerankers, the task in words; empty: the checkpoint's.
+            instruction: for rerankers, the task in words; empty: the checkpoint's default.
 
         Raises InvalidRequestError, and the errors of `Dispatcher.run`.
         """
@@ -179,7 +179,7 @@ class PooledRequests:
     async def _compare(
         self, queries: Sequence[str], documents: Sequence[str], fields: tuple[str, str]
     ) -> Pooled[Score]:
-        """Return the cosines of embeddings; a query for all documents is embedded once."""
+        """Return the cosines of pairs' embeddings; one query for all documents is embedded once."""
         names = [name if name in self._setup.prompts else None for name in ("query", "document")]
         of_queries = await self.embed(queries, field=fields[0], prompt_name=names[0])
         of_documents = await self.embed(documents, field=fields[1], prompt_name=names[1])
@@ -252,7 +252,7 @@ class PooledRequests:
     # ------------------------------------------------------------------ calls
 
     async def _run(self, prompts: Sequence[list[int]], params: PoolingParams) -> list[_Numbers]:
-        """Run one call per prompt; no call begins unless all prompts are right."""
+        """Run one call per prompt; no call begins before all prompts are checked."""
         calls: list[Call] = []
         for place, token_ids in enumerate(prompts):
             name = choice_request_id(self._request_id, self._num_calls)
@@ -293,7 +293,7 @@ class PooledRequests:
 
     @property
     def _num_at_once(self) -> int:
-        """Most calls of a request at once: not more than the caller may have open."""
+        """Most calls of a request at once, within the caller's limit of open requests."""
         of_key = self._terms.principal.limits.max_open_requests
         limit = of_key or self._intake.admission.options.max_open_requests_per_client
         return min(_AT_ONCE, limit) if limit and self._terms.principal.name else _AT_ONCE

@@ -243,7 +243,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    # Uses the time with its base, because a node's total is known better than its two parts.
+    # The base is included, as measurements give base + tokens better than either of the two.
     damage_s = terms.num_behind * compute_s
     is_measured = node.prefill.is_known
     wait_s = total_s - compute_s

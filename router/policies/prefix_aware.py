@@ -15,9 +15,10 @@ MIN_EXCESS_TOKENS = 4096
 
 
 class PrefixAware:
-    """Pick the longest hit among nodes that are not too busy; then the fewest open tokens.
+    """Picks the node with the longest prefix hit among those that are not too busy.
 
-    Load is judged for each request, so a busy node loses only hits of its own.
+    Of equal hits, and without a hit, the node with the fewest open tokens is picked. A busy node
+    only loses requests that its own cache would have served; hits on other nodes still count.
     """
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:

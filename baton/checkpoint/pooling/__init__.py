@@ -1,1 +1,1 @@
-"""What a checkpoint's files say about pooling: embeddings, scores and labels."""
+"""A checkpoint's settings for embeddings, scores and labels, read from its files."""

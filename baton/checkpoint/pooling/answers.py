@@ -1,6 +1,6 @@
-"""What requests ask of a `PoolingSetup`, and what they get from pooled numbers.
+"""Check requests against a `PoolingSetup`, and turn pooled numbers into their answers.
 
-Shared by router and `engine.LLM`, so that both check alike and give the same bits.
+Router and `engine.LLM` both use this, so that they refuse the same requests and give the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_generates(setup: PoolingSetup) -> None:
 
 
 def check_embeds(setup: PoolingSetup, dimensions: int | None = None) -> None:
-    """Raise InvalidRequestError unless the model makes embeddings of so many numbers."""
+    """Raise InvalidRequestError unless the model makes embeddings of ``dimensions`` numbers."""
     if setup.task is not PoolingTask.EMBED:
         raise InvalidRequestError("model", f"makes no embeddings; it makes {_made_by(setup)}")
     size = setup.hidden_size

@@ -1,4 +1,4 @@
-"""Names of models without an output head, or with labels, and the generating models they are of.
+"""Names of models without an output head or with labels, and of the generating models beside them.
 
 A family's file describes its generating model. The same layers are also saved as ``Qwen3Model``,
 without a head, and as ``Qwen3ForSequenceClassification``, with a head for labels.
@@ -13,8 +13,8 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.families import ARCHITECTURES
 
 _MODEL, _LABELS, _TOKENS = "Model", "ForSequenceClassification", "ForCausalLM"
-# Text networks whose names are not the generating model's name with another end. The plain names
-# belong to models that see images.
+# Beginnings of text networks' names -> of their generating models' names, where they differ: the
+# plain names belong to models that take images.
 _TEXT_NETWORKS = {"Gemma3Text": "Gemma3"}
 MAX_LABELS = 4096
 
@@ -52,7 +52,7 @@ def read_labels(get: Callable[[str], object]) -> tuple[str, ...]:
         ModelLoadError: the labels are not numbered from 0 on.
     """
     named = get("id2label")
-    if named is None:  # transformers writes no names where there are two labels
+    if named is None:  # transformers omits the names LABEL_0 and LABEL_1 of two labels
         count = get("num_labels")
         count = 2 if count is None else count
         if type(count) is not int or not 1 <= count <= MAX_LABELS:

@@ -1,7 +1,7 @@
-"""Leaders: which prompts of a request to compute before the others, which share their beginning.
+"""Leaders: prompts of a request that are computed first, so that others reuse their beginnings.
 
-Prompts that start in one step each compute the beginning that they share, as no block is cached
-yet. When one of them has ended, the others find the beginning's blocks in the prefix cache.
+Prompts that start in the same step each compute the beginning that they share, as none of its
+blocks is cached yet. Once one of them has ended, the others find the blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ MIN_SHARED_TOKENS = 64  # a shorter beginning is not worth another round
 def find_leaders(
     prompts: Sequence[Sequence[int]], least: int = MIN_SHARED_TOKENS
 ) -> tuple[list[int], list[int]]:
-    """Return the places of the prompts to compute first, and of all others.
+    """Return the indexes of the prompts to compute first, and of all others.
 
-    Neighbours that share a beginning have one leader, the first of them; a prompt that shares
-    nothing belongs to the others.
+    Of neighbours that share a beginning, the first one leads. A prompt that shares nothing is among
+    the others.
 
     Args:
-        least: tokens that a shared beginning has at least.
+        least: fewest tokens of a shared beginning.
     """
     leaders: list[int] = []
     others: list[int] = []

@@ -1,8 +1,8 @@
-"""Texts of query and document for models that judge pairs.
+"""Prompts of a query and a document, for models that judge pairs.
 
-A checkpoint may bring a chat template that sentence-transformers (5.4 and later) renders with the
-roles ``query`` and ``document``. Without it, a reranker gets the form of Qwen3-Reranker's model
-card, and a classification head the tokenizer's pair.
+A checkpoint may have a chat template for the roles ``query`` and ``document``, which
+sentence-transformers (5.4 and later) renders. Without it, a reranker gets the prompt of
+Qwen3-Reranker's model card; for a classification head, the tokenizer joins the two texts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def takes_pairs(template: str) -> bool:
 
 
 def pair_messages(query: str, document: str, instruction: str = "") -> list[Mapping[str, str]]:
-    """Return the conversation that such a template renders."""
+    """Return a query and a document as a conversation for such a chat template."""
     asked = [{"role": "system", "content": instruction}] if instruction else []
     pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
     return [*asked, *pair]

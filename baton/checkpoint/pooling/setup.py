@@ -56,7 +56,7 @@ class PoolingSetup:
         prompts: texts to put before an input, by name.
         default_prompt: name of the prompt of requests that name none; empty: no prompt.
         labels: names of the classification head's labels.
-        activation: what becomes of the head's logits.
+        activation: function that turns the head's logits into probabilities.
         answer_ids: for RERANK, the tokens for yes and no; empty: the tokenizer's ``yes`` and
             ``no``. With one token, its logit is the score.
         gives_logits: whether scores are logits; otherwise they are between 0 and 1.
@@ -80,7 +80,7 @@ GENERATES_ONLY = PoolingSetup()
 
 
 def read_setup(folder: Path, asked: str = AUTO) -> PoolingSetup:
-    """Read what a model folder is good for.
+    """Read which embeddings, scores or labels the model of a folder can compute.
 
     Args:
         asked: one of `POOLING_CHOICES`.
@@ -183,13 +183,13 @@ def _gives_logits(texts: Mapping[str, Any]) -> bool:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """Return the folders of the modules after one another, by kind; empty without the file."""
+    """Return the folders of the modules, in order, by kind; empty without ``modules.json``."""
     path = folder / MODULES
     if not path.is_file():
         return {}
     try:
         listed = parse_json(read_file(path).decode())
-    except ValueError as error:  # also of texts that are not UTF-8
+    except ValueError as error:  # includes texts that are not UTF-8
         _refuse(path, str(error))
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_MODULES:
         _refuse(path, f"must be a list of 1 to {_MAX_MODULES} modules")
@@ -247,7 +247,7 @@ def _prompts(path: Path) -> tuple[dict[str, str], str, Mapping[str, Any]]:
 
 
 def _answer_ids(path: Path) -> tuple[int, ...]:
-    """Read the tokens whose logits are a score: yes, and no unless yes alone counts."""
+    """Read the tokens whose logits give a score: those for yes and no, or for yes alone."""
     content = read_object(path)
     given = [content.get("true_token_id"), content.get("false_token_id")]
     given = given[:1] if given[1] is None else given

@@ -253,7 +253,7 @@ def _drop(admin: AdminConnection, names: Sequence[str]) -> None:
         try:
             _ask(admin, name, "DROP")
         except AdminError:
-            continue  # it loads nothing
+            continue  # the node cannot be reached, or has loaded nothing
 
 
 def _turns(nodes: Sequence[admin_pb2.NodeDescription]) -> list[list[str]]:

@@ -1,6 +1,6 @@
-"""Layouts: the tokens that each kind of model has in its prompt for an image of some size.
+"""Layouts: the tokens that an image of some size has in the prompt of each kind of model.
 
-A layout equals the expansion of the checkpoint's own processor, without decoding an image.
+A layout gives the same tokens as the checkpoint's own processor, without decoding an image.
 """
 
 from baton.media.layouts.choose import layout_of

@@ -61,9 +61,9 @@ class PixtralLayout:
 
 
 def token_pixels(files: ProcessorFiles) -> int:
-    """Return the pixels in a row of the patches that become one token.
+    """Return the pixels per side of the square that becomes one token.
 
-    The processor gives them to its image processor, in place of the latter's own setting.
+    The processor overrides its image processor's own setting with this number.
     """
     merge = files.processor_integer("spatial_merge_size", 1)
     return files.processor_integer("patch_size", 16) * merge

@@ -87,7 +87,7 @@ class ProcessorFiles:
         """Return an integer among the image processor's fields.
 
         Args:
-            names: names of nested objects, and of the field in the last.
+            names: names of nested objects, outermost first, then the field's name.
         """
         return self._integer(self.image, names, default)
 
@@ -103,7 +103,7 @@ class ProcessorFiles:
         return value
 
     def token_id(self, tokenizer: Tokenizer, text: str) -> int:
-        """Return the id of an added token; raises ModelLoadError if there is none."""
+        """Return the id of an added token; raises ModelLoadError if the tokenizer has none."""
         token_id = tokenizer.mark_token_id(text)
         if token_id is None:
             raise self.wrong("tokenizer.json", f"has no token {text}")

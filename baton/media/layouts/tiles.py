@@ -56,7 +56,7 @@ class TilesLayout:
     def tiles(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of tiles; ``(0, 0)``: the image is one tile.
 
-        Orders of rounding are the processor's (``get_resize_output_image_size``,
+        Sizes are rounded in the same order as by the processor (``get_resize_output_image_size``,
         ``resize_for_vision_encoder``, ``split_images``).
         """
         if not self._splits:
@@ -93,7 +93,7 @@ class TilesLayout:
     def _embeddings_per_side(self, files: ProcessorFiles) -> int:
         """Return rows of a tile's embeddings; raises ModelLoadError if processor and model differ.
 
-        Placeholders of a prompt must be as many as the encoder's embeddings.
+        A prompt must have as many placeholders as the encoder makes embeddings.
         """
         patch_size = files.model_integer("vision_config", "patch_size", default=32)
         scale = files.model_integer("scale_factor", default=2)

@@ -57,7 +57,7 @@ def enforceable_schema(text: str) -> str:
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        raise _invalid(f"is not a JSON schema: {error}") from None  # of a keyword's value
+        raise _invalid(f"is not a JSON schema: {error}") from None  # a keyword's value is wrong
     if found is False:
         raise _invalid("no output can match it")
     return json.dumps(found, separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""EncoderCache: which encodings of images the workers keep, and who needs them.
+"""EncoderCache: which encodings of images the workers keep, and which requests need them.
 
     held    some request has tokens of the image to compute
-    free    kept for later requests; the least recently used ones leave for other encodings
+    free    kept for later requests; the least recently used one is evicted first
 
 Refuses to know: tensors, steps, pixel values.
 """
@@ -18,7 +18,7 @@ class EncoderCache:
     """The workers' encodings, by digest. Only the scheduler writes here.
 
     Args:
-        num_tokens: tokens of all encodings together.
+        num_tokens: most tokens of all encodings together.
 
     Attributes:
         num_tokens: the argument, unchanged.
@@ -31,7 +31,7 @@ class EncoderCache:
         self.num_used = 0
         self.num_held = 0
         self._sizes: dict[bytes, int] = {}
-        self._holders: dict[bytes, set[Holder]] = {}  # of held encodings
+        self._holders: dict[bytes, set[Holder]] = {}  # by digest; only held encodings
         self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}  # by request id
         self._free: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
@@ -52,10 +52,10 @@ class EncoderCache:
         return self._sizes[digest]
 
     def has_room(self, num_tokens: int, kept: Iterable[bytes] = ()) -> bool:
-        """Return whether encodings of ``num_tokens`` fit, if free ones leave.
+        """Return whether encodings of ``num_tokens`` fit once free encodings are evicted.
 
         Args:
-            kept: encodings that must not leave.
+            kept: encodings that must not be evicted.
         """
         num_kept = sum(self._sizes[digest] for digest in set(kept) if digest in self._free)
         return self.num_held + num_kept + num_tokens <= self.num_tokens
@@ -72,9 +72,9 @@ class EncoderCache:
         return True
 
     def add(self, digest: bytes, num_tokens: int, holder: Holder) -> list[bytes]:
-        """Enter a new encoding for a request; return the encodings that leave for it.
+        """Add a new encoding, held by a request; return the encodings that are evicted for it.
 
-        The caller has asked `has_room`.
+        Call only if `has_room` returned True.
         """
         assert digest not in self._sizes
         leaving: list[bytes] = []

@@ -24,7 +24,7 @@ class EncodeImage(msgspec.Struct, frozen=True):
     """Encode an image, and keep the encoding.
 
     Attributes:
-        digest: name of the encoding.
+        digest: digest of the image, which names the encoding.
         num_embeddings: rows that the encoding must have.
     """
 
@@ -37,8 +37,9 @@ class PlacedImage(msgspec.Struct, frozen=True):
     """Replace the embeddings of some of a step's tokens by a part of an encoding.
 
     Attributes:
-        rows: places of the tokens in the step, ascending.
-        first: row of the encoding for the first of these tokens; the others follow.
+        rows: rows of the tokens in the step, ascending.
+        first: row of the encoding that the first of these tokens reads; the others read the rows
+            after it.
     """
 
     digest: bytes

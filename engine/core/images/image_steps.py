@@ -1,13 +1,13 @@
-"""ImageSteps: the images of each step: chunks wait for encodings, and encodings have a budget.
+"""ImageSteps: chooses the images that each step encodes, and cuts prompt chunks to fit.
 
     prompt    [ text | image 1 ....... | text | image 2 ....... | text ]
                   computed ...|<- chunk ------->|
                                             ^ image 2 has no encoding, and the step cannot make it:
                                               the chunk ends here
 
-A chunk that enters an image needs the encoding: from the cache, or made in the chunk's own step. A
-chunk may end within an image, as attention is causal. The encoding is then held until the image's
-last token has been computed.
+A chunk with tokens of an image needs the image's encoding: from the cache, or made in the chunk's
+own step. A step encodes images of a limited number of tokens. A chunk may end within an image, as
+attention is causal; the encoding is held until the image's last token has been computed.
 Refuses to know: tensors, how requests are chosen.
 """
 
@@ -30,7 +30,8 @@ class ImageSteps:
     """Chooses the images that each step encodes.
 
     Args:
-        cache_tokens: tokens of all encodings that the workers keep; 0: the model takes no images.
+        cache_tokens: most tokens of all encodings that the workers keep; 0: the model takes no
+            images.
         max_encoder_tokens: most tokens of the images that one step encodes. One image may have
             more.
         counters: counts encoded images and hits.
@@ -56,7 +57,7 @@ class ImageSteps:
 
     @property
     def is_active(self) -> bool:
-        """Return whether a step may concern images; False saves most steps all work."""
+        """Return whether a step may have to do with images; if not, this object can be skipped."""
         return bool(self._num_open or self._forget)
 
     # ------------------------------------------------------------------ requests
@@ -94,7 +95,7 @@ class ImageSteps:
     # ------------------------------------------------------------------ a step
 
     def begin_step(self) -> None:
-        """Begin to schedule a step; release what the steps before have computed."""
+        """Begin to schedule a step; release the encodings that earlier steps have read."""
         for digest, holder in self._computed:
             self.cache.release(digest, holder)
         self._computed.clear()
@@ -143,7 +144,7 @@ class ImageSteps:
                 self._counters.encoder_cache_hits += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
-        for index in missing:  # last, as these may take the room of encodings that nobody holds
+        for index in missing:  # done last: new encodings may evict those that no request holds
             span = images.spans[index]
             holder = (request.request_id, span.first)
             if not self.cache.hold(span.digest, holder):  # the prompt may have an image twice
@@ -152,7 +153,7 @@ class ImageSteps:
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepImages | None:
         """Return what the step does with images; None: nothing. Call once per planned step."""
         placed: list[PlacedImage] = []
-        row = 0  # of the request's first token in the step
+        row = 0  # row in the step of the request's first token
         for item in scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
             if request.images is not None:
@@ -203,7 +204,7 @@ class ImageSteps:
         span = images.spans[index]
         assert images.pixels is not None, "a request without pixel values is not scheduled"
         for digest in self.cache.add(span.digest, span.num_tokens, holder):
-            if self._encode.pop(digest, None) is None:  # else no worker has heard of it
+            if self._encode.pop(digest, None) is None:  # workers have it, or were told to make it
                 self._forget.append(digest)
         self._encode[span.digest] = EncodeImage(
             span.digest, len(images.places[index]), images.pixels[span.digest].arrays
@@ -223,7 +224,7 @@ def _placed(images: PromptImages, start: int, end: int, shift: int) -> list[Plac
     """Return the encodings that tokens from ``start`` up to ``end`` of a prompt read.
 
     Args:
-        shift: place of a token in the step, less its position in the prompt.
+        shift: a token's row in the step minus its position in the prompt.
     """
     placed = []
     for span, places in zip(images.spans, images.places, strict=True):

@@ -30,7 +30,7 @@ class PromptImages:
     Args:
         images: the images, in order.
         token_ids: the prompt.
-        placeholder_token_id: token whose embedding an image's replaces.
+        placeholder_token_id: token whose embedding is replaced by an image's.
         most_tokens: most tokens of one image.
 
     Attributes:
@@ -76,7 +76,10 @@ class PromptImages:
         return self.pixels is None and bool(self.files)
 
     def may_compute_from(self, num_cached_tokens: int) -> bool:
-        """Return whether this engine can compute the tokens behind a cached prefix."""
+        """Return whether this engine can compute the tokens behind a cached prefix.
+
+        Without image files, only a prefix that covers all images will do.
+        """
         return bool(self.files) or num_cached_tokens >= self.end
 
     def add_user(self, request_id: str) -> None:

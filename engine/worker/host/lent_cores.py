@@ -89,7 +89,7 @@ class LentCores:
         self._use(kept + list(itertools.islice((one for one in new if one.borrow()), num_more)))
 
     def rest(self) -> None:
-        """Lend this node's cores while there is nothing to compute; give back borrowed cores."""
+        """Lend this node's cores while there is nothing to compute; return borrowed cores."""
         self._use([])
         with self._marking:
             self._computes = False
@@ -97,7 +97,7 @@ class LentCores:
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """Lend no core meanwhile, as another thread than the computing one needs this node's."""
+        """Lend no core inside this context: a thread beside the computing one needs the cores."""
         with self._marking:
             self._num_keepers += 1
             self._mark_busy()
@@ -126,7 +126,7 @@ class LentCores:
         return borrow_too
 
     def close(self) -> None:
-        """Give back borrowed cores and lend this node's cores, for good."""
+        """Return borrowed cores and lend this node's cores, for good."""
         self.rest()
         with self._marking:
             self._num_keepers = 0

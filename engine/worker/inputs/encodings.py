@@ -33,7 +33,7 @@ class ReadImages:
 
 
 class Encodings:
-    """Encodes images and keeps the results, as plans say. Used by one thread at a time.
+    """Encodes images and keeps the results, as steps' plans say. Used by one thread at a time.
 
     Args:
         model: the model, with its encoder of images.
@@ -51,7 +51,7 @@ class Encodings:
     def read(self, step: StepImages) -> ReadImages:
         """Drop and make encodings; return the parts that the step's forward reads."""
         for digest in step.forget:
-            self._kept.pop(digest, None)  # missing: it could not be made
+            self._kept.pop(digest, None)  # missing if the image could not be encoded
         began_at = time.monotonic()
         failed = dict[bytes, str]()
         for image in step.encode:

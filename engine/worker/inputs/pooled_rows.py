@@ -13,7 +13,7 @@ class PooledRows:
 
     Attributes:
         row: the request's row of the input batch.
-        first, end: the tokens' places in the step.
+        first, end: range of the tokens' rows in the step.
         start: position of the first token in the prompt.
         is_last: whether the prompt ends with these tokens.
     """

@@ -26,7 +26,7 @@ class ModelInput:
     last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
     adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
-    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings are images'
+    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
         """Return the spans of some of the tokens, in places among these; ``rows`` ascend."""

@@ -46,9 +46,9 @@ class RequestRows:
         self._is_staged = is_staged
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
-        self._adapters: dict[int, str] = {}  # digests, by row; of rows with an adapter
-        self._pooling: dict[int, PoolingParams] = {}  # by row; of rows that are pooled
-        # All known tokens, by row; of rows whose sampling looks back at them.
+        self._adapters: dict[int, str] = {}  # digests, by row; only rows with an adapter
+        self._pooling: dict[int, PoolingParams] = {}  # by row; only rows of pooled requests
+        # All known tokens, by row; only rows whose sampling looks back at them.
         self._known: dict[int, list[int]] = {}
 
     @property

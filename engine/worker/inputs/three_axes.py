@@ -1,4 +1,4 @@
-"""Positions on three axes (M-RoPE): frames, rows and columns of images; text counts on all three.
+"""Positions on three axes (M-RoPE): frames, rows and columns of images; text has three equal ones.
 
     tokens     a  b [image of 2 x 3 embeddings]  c  d
     frames     0  1    2  2  2  2  2  2          5  6
@@ -6,7 +6,8 @@
     columns    0  1    2  3  4  2  3  4          5  6       the delta is 5 - 8 = -3
 
 An image takes as many positions as its longest side, so later tokens have smaller positions for
-rotation than in the cache. The difference (the delta) is constant behind the last image.
+rotation than their indexes in the sequence. The difference, the delta, is constant behind the last
+image.
 Source: Qwen2-VL (arXiv 2409.12191); equal to `get_rope_index` of transformers.
 """
 
@@ -22,7 +23,7 @@ from engine.worker.inputs.step_columns import Ints
 
 
 def position_delta(spans: Sequence[ImageSpan]) -> int:
-    """Return the position of a token behind all images, less its place in the sequence."""
+    """Return the position of a token behind all images minus its index in the sequence."""
     return sum(max(span.grid) - span.num_tokens for span in spans)
 
 
@@ -68,13 +69,14 @@ class RotaryPositions:
         self.is_active = bool(self._axes)
 
     def rotate(self, token_rows: Ints, positions: Ints) -> Ints:
-        """Return a step's positions for rotation: ``[3, num_tokens]`` with tokens of images.
+        """Return a step's positions for rotation.
 
-        Without, the positions are equal on all axes: ``[num_tokens]``.
+        The result is ``[3, num_tokens]`` if the step has tokens of images. Otherwise it is
+        ``[num_tokens]``, as a token's positions on the three axes are equal.
 
         Args:
             token_rows: `[num_tokens]`, row of each token.
-            positions: `[num_tokens]`, place of each token in its sequence.
+            positions: `[num_tokens]`, index of each token in its sequence.
         """
         shifted = positions + self.deltas[token_rows]
         on_axes: Ints | None = None

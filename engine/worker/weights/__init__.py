@@ -1,1 +1,1 @@
-"""Other weights for a running worker: loaded beside the old ones, put in their place, let go."""
+"""New weights for a running worker: load them beside the old ones, then use or drop them."""

@@ -52,6 +52,6 @@ class Staging:
             self.problem = str(error)
         except (MemoryError, torch.OutOfMemoryError):
             self.problem = "weights: do not fit in memory beside the old ones"
-        except Exception as error:  # the old weights serve on
+        except Exception as error:  # the old weights stay in use
             logger.exception("new weights cannot be loaded")
             self.problem = f"weights: cannot be loaded: {error}"

@@ -5,8 +5,8 @@
                   sleep                                       begin + use, or wake
     awake ───────────────> asleep ──────────────────────────> awake
 
-A model on a CPU has its weights in host memory already, so a sleep that keeps weights gives back
-the memory of the KV cache alone. Refuses to know: files, requests, how a model computes.
+A model on a CPU has its weights in host memory already, so a sleep that keeps weights frees only
+the memory of the KV cache. Refuses to know: files, requests, how a model computes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class WorkerWeights:
     """The weights of one worker. Used by the thread that computes, between steps.
 
     Args:
-        memory: memory of the KV cache; empty of content whenever weights change.
-        loaded: the weights that compute.
+        memory: memory of the KV cache; its content is dropped when weights change.
+        loaded: the weights in use.
         load: loads weights from a folder, on any thread; raises BatonError.
-        use: makes the worker compute with other weights; None: with none.
+        use: makes the worker compute with the given weights; None: the worker has no weights.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerWeights:
         self._staging = None
 
     def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
-        """Give back the KV cache's memory, unless it is kept, and weights by level.
+        """Free the KV cache's memory, unless ``keeps_kv_memory``, and the weights by ``level``.
 
         Raises InvalidRequestError, with nothing changed, if the weights cannot move to the host.
         """
@@ -95,7 +95,7 @@ class WorkerWeights:
             tensor.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
         else:
-            release_pages(tensor)  # they read as zeros afterwards
+            release_pages(tensor)  # the cache reads as zeros afterwards
 
     def wake(self) -> None:
         """Compute again with the weights that a sleep kept."""
@@ -110,7 +110,7 @@ class WorkerWeights:
         self._computes = True
 
     def _let_go(self) -> None:
-        """Stop computing with the old weights, if the worker does."""
+        """Stop computing with the old weights, if they are in use."""
         if self._computes:
             self._use_weights(None)
         self._computes = False

@@ -31,7 +31,7 @@ class AttentionMetadata:
     query_lens: tuple[int, ...]  # host copy, so that a CPU backend never has to read a tensor
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
     # [num_tokens] int32, never descending within a request: the end of the keys that a token sees,
-    # at most seq_len. None: a token sees the keys up to itself. Backends for GPUs do not take it.
+    # at most seq_len. None: a token sees the keys up to itself. GPU backends need None.
     row_ends: Tensor | None = None
 
 
@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why the backend takes no float8 cache on a device, as a phrase; None: it does."""
+        """Return why a device cannot have a float8 cache, as a phrase; None: it can."""
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -228,7 +228,7 @@ def _outside(
     """Return True where a query at ``query_at`` must not see the key at ``key_at``.
 
     Args:
-        ends: end of the keys that each query sees; None: they end with the query's own.
+        ends: end of the keys that each query sees; None: a query sees keys up to its own position.
     """
     hidden = key_at >= (query_at + 1 if ends is None else ends)  # [queries, keys]
     return hidden if window is None else hidden | (key_at <= query_at - window)

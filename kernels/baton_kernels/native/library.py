@@ -41,7 +41,7 @@ class LinearCall(Structure):
 
 
 class LowRankPartCall(Structure):
-    """``low_rank_part`` in low_rank.c."""
+    """The C struct ``low_rank_part`` in low_rank.c."""
 
     _fields_ = (
         *_fields(c_int64, "first_rank rank first_column num_columns"),
@@ -50,7 +50,7 @@ class LowRankPartCall(Structure):
 
 
 class LowRankSpanCall(Structure):
-    """``low_rank_span`` in low_rank.c."""
+    """The C struct ``low_rank_span`` in low_rank.c."""
 
     _fields_ = (
         *_fields(c_int64, "first_row num_rows rank first_part num_parts"),
@@ -59,7 +59,7 @@ class LowRankSpanCall(Structure):
 
 
 class LowRankCall(Structure):
-    """``low_rank_call`` in low_rank.c."""
+    """The C struct ``low_rank_call`` in low_rank.c."""
 
     _fields_ = (
         *_fields(c_int64, "type w_type num_threads depth x_stride out_stride num_spans"),
@@ -287,7 +287,7 @@ class PlacesCall(Structure):
 
 
 class LendersCall(Structure):
-    """``lenders_call`` in team.c."""
+    """The C struct ``lenders_call`` in team.c."""
 
     _fields_ = (
         *_fields(c_int64, "num_own_threads num_lenders"),

@@ -650,7 +650,11 @@ class NativeOps:
 
     @property
     def find_run(self) -> Callable[[int, int, int, int], int]:
-        """Return `lookup.find_run` for int32 tokens: (address, number, least, most) -> place."""
+        """Return the C `lookup.find_run` for int32 tokens.
+
+        The function takes the tokens' address and number, and the least and most length of a run.
+        It returns the position after the earlier copy, or -1.
+        """
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found
 
@@ -769,7 +773,7 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor | None:
-        """Compute the delta rule; without ``beta`` the selective scan; None: not supported."""
+        """Compute the delta rule, or without ``beta`` the selective scan; None: not supported."""
         num_tokens, num_heads, value_dim = value.shape
         num_key_heads, key_dim = key.shape[1:]
         constants = [one for one in (log_decay, rate_bias, skip) if one is not None]

@@ -171,7 +171,7 @@ def decode_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Grid (NUM_KV_HEADS, num_slots): one KV head of one part of one request.
+    """Attend over one part of a request's tokens, for one KV head. Grid (NUM_KV_HEADS, num_slots).
 
     The program that finishes a request's last part merges all parts.
     """

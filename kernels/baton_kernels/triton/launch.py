@@ -150,7 +150,7 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Return the variant; None: it was unknown, and Triton has launched it."""
+        """Return the variant, if it is known; otherwise launch it through Triton, return None."""
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
         variant = launcher.known(key)

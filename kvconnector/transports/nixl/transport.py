@@ -42,8 +42,8 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
-# Most ranges in all tables of one peer's memory, each of some dozens of bytes. Limited, as peers
-# tell their numbers of blocks and ranges.
+# Most ranges in all tables of one peer's memory. A range takes some dozens of bytes; a peer that
+# claims many blocks and ranges must not fill this node's memory.
 MAX_RANGES = 2**26
 MAX_RANGES_OF_A_TABLE = 2**24
 

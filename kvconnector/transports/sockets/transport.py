@@ -268,7 +268,7 @@ class TlsTransport:
 
 
 def _read_where(peer: PeerInfo) -> _Where:
-    """Read a peer's address; raises TransferError if it is not of this connector."""
+    """Read a peer's address; raises TransferError if another connector wrote the address."""
     try:
         where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
         ipaddress.ip_address(where.host)  # no host name, as a look-up may take long

@@ -42,7 +42,7 @@ class AdapterAdmin:
         names: table of names; has the base models and their nodes.
 
     Attributes:
-        root: folder below which the router reads digests of adapters' folders; empty: of none.
+        root: folder below which the router reads adapters' folders; empty: it reads none.
     """
 
     def __init__(self, names: NameTable, root: str = "") -> None:
@@ -62,7 +62,7 @@ class AdapterAdmin:
         """Load an adapter on all nodes of a base model, and let a name stand for it.
 
         Args:
-            name: new, or the name of another adapter. Running requests end on that one.
+            name: a new name, or the name of another adapter, which running requests keep.
             source: where the nodes find the adapter; see `find_named`.
             digest: empty: read from the router's own copy of the files.
             model: base model or a name of it; empty: the name's, or else the first one.
@@ -101,7 +101,7 @@ class AdapterAdmin:
         return admin_pb2.AdapterChange(name=name, digest=digest, previous=previous, nodes=nodes)
 
     async def pin(self, calls: NodeCalls, name: str, *, pinned: bool) -> admin_pb2.AdapterChange:
-        """Let a name's adapter keep its slot on nodes, or stop that; raises NotFoundError."""
+        """Pin or unpin a name's adapter on nodes; raises NotFoundError."""
         served = dataclasses.replace(self._named(name), pins_adapter=pinned)
         await self._names.set_name(served)
         holders = [node for node in served.base.pool.nodes if served.adapter in node.load.adapters]

@@ -362,7 +362,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def PinAdapter(  # gRPC's naming
         self, request: admin_pb2.AdminPinAdapterRequest, context: Context
     ) -> admin_pb2.AdapterChange:
-        """Let an adapter keep its slot on nodes, or no longer."""
+        """Pin or unpin an adapter on nodes: a pinned adapter keeps its slot."""
         change = await self._adapters.pin(_calls(context), request.name, pinned=request.pinned)
         _note(context, f"{'pin' if request.pinned else 'unpin'} the adapter {request.name!r}")
         return change

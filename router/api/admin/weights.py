@@ -1,7 +1,7 @@
-"""WeightsChanges: passes operators' changes of weights on to nodes, and lets the pool expect it.
+"""WeightsChanges: passes operators' changes of weights on to nodes, and prepares the pool.
 
-A node that uses other weights drains, leaves and joins again with another identity. Its requests
-wait for it, and the nodes decide from then on which weights are served.
+A node that changes its weights drains, leaves and joins again with another identity. New requests
+wait until it returns. From then on, the nodes decide which weights are served, not the folder.
 """
 
 from __future__ import annotations

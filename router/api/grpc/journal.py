@@ -167,7 +167,7 @@ class Journal:
         if stream.expiry is not None:
             stream.expiry.cancel()
         if stream.task is not None:
-            stream.task.cancel()  # this cancels the request on its nodes
+            stream.task.cancel()  # cancelling the task cancels the request on its nodes
 
     def _make_room(self, tenant: str) -> None:
         """Forget ended streams without readers, oldest first, as far as room is needed.

@@ -94,7 +94,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # it sends events but reads no commands
+            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # the node sends events, reads no commands
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():
                     outgoing.get_nowait()
@@ -164,7 +164,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     return
         except InvalidRequestError as error:  # the message could not be parsed
             pool.hang_up(node, str(error))
-        except Exception:  # a link just ends: only this line shows the cause
+        except Exception:  # the link ends in any case, so only this log line shows the cause
             logger.exception("a message of %s broke its link", node.name)
         finally:
             pool.remove(node)

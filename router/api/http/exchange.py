@@ -66,7 +66,7 @@ PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # shorter bodies are read without waiting for a turn
 SESSION_ID_HEADER = "X-Session-Id"
-_MAX_SHOWN_CHARS = 100  # of a header, quoted in errors
+_MAX_SHOWN_CHARS = 100  # most characters of a header that errors quote
 # Seconds for a body to arrive, plus the time that its bytes take at the slowest allowed rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10

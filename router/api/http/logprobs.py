@@ -138,7 +138,7 @@ class TextOffsets:
         has_byte_tokens = pieces is not None and pieces.has_byte_tokens
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        self._is_between = True  # not within a character
+        self._is_between = True  # whether the text so far ends between two characters
         self._num_chars_of: dict[int, int] = {}  # characters of tokens that are whole characters
 
     def next_offset(self, token_id: int) -> int:

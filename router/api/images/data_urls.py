@@ -9,7 +9,7 @@ from baton.api.errors import InvalidRequestError
 from router.intake.images.image_options import ImageOptions
 
 SCHEME = "data:"
-_MAX_HEAD_CHARS = 128  # of the media type and its parameters
+_MAX_HEAD_CHARS = 128  # most characters of the media type and its parameters
 _BASE64 = ";base64"
 
 
@@ -26,7 +26,7 @@ def decode_data_url(url: str, field: str, options: ImageOptions, num_before: int
         num_before: bytes of the request's images before this one.
 
     Raises:
-        InvalidRequestError: the URL is no image in base64, or too large.
+        InvalidRequestError: the URL is not an image in base64, or is too large.
     """
     head, comma, text = url[len(SCHEME) :].partition(",")
     is_short = bool(comma) and len(head) <= _MAX_HEAD_CHARS

@@ -20,7 +20,7 @@ from router.api.images.image_hosts import ImageHosts, PinnedUrl
 from router.intake.images.image_options import ImageOptions
 from router.intake.images.image_reader import ImageFile, ImageReader
 
-MAX_FETCHES = 16  # at once, of all callers
+MAX_FETCHES = 16  # most fetches at once, for all callers together
 _PIECE_BYTES = 2**16
 _MAX_HEADER_BYTES = 8_190
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-Encoding": "identity"}

@@ -22,7 +22,8 @@ from baton.api.errors import ConfigError, InvalidRequestError
 ANY_HOST = "*"
 MAX_URL_CHARS = 2_048
 _PORTS = {"http": 80, "https": 443}
-# One form only, so that no two parsers can differ: no user, no backslash, no blank, ASCII.
+# The only form that is accepted, so that two parsers cannot read a URL differently: ASCII, no user,
+# no backslash, no blank.
 _PLAIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(?:[/?][!-\[\]-~]*)?")
 # An entry of the list: a name or an address, perhaps with a port.
 _HOST = re.compile(r"(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")

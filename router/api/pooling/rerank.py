@@ -37,7 +37,7 @@ class RerankRequest(PooledFields, kw_only=True):
 
     Attributes:
         top_n: most results; None: all.
-        return_documents: whether results have the documents; None: except in version 2.
+        return_documents: whether results contain the documents; None: they do, except in version 2.
         instruction: Baton's field: the task in words, for rerankers.
     """
 

@@ -127,7 +127,8 @@ class Suspicion:
 
         if self._work is Work.TOKENS or not fleet.prefills:
             return fleet.only(decode=is_room) or fleet
-        pairs = {("", node.engine_id) for node in fleet.self_prefilling}  # not on a decode node
+        # Rule out pairs without a prefill node, whose decode node would compute the prompt.
+        pairs = {("", node.engine_id) for node in fleet.self_prefilling}
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
     def note_placed(self, placement: Placement) -> None:
@@ -138,7 +139,7 @@ class Suspicion:
             self._tried_on = self._room
             self._suspects.begin_trial(self._fingerprint)
         else:
-            self._leave_room()  # that node does not admit the call
+            self._leave_room()  # the node that was kept for the call does not admit it
 
     def note_progress(self, attempt: Attempt) -> None:
         """Note that an attempt yielded tokens; clears the call of the work that led to them."""

@@ -116,7 +116,7 @@ class NodeLoad:
         prefill_queue_s: time to compute all open prompts.
         prefill_base_s, prefill_s_per_token: line of the time to compute one more prompt, by its
             tokens; scaled up for a weight below 1.
-        prefill_front_s: the first prompt's part of ``prefill_queue_s``; may be partly over.
+        prefill_front_s: the first prompt's part of ``prefill_queue_s``; may be partly done.
         prefill_progress_at: when the last prompt was done, or when the first prompt came to the
             idle node, by the clock.
         prefill_asked_at: when the last prompt was placed there, or when the node joined.
@@ -310,7 +310,7 @@ class NodeLoad:
             self.prefill_progress_at = self._clock()
 
     def note_stalled(self) -> None:
-        """Measure progress from now on; the stall so far has had its consequences."""
+        """Measure progress from now on: the node was just ejected for the stall so far."""
         self.prefill_progress_at = self._clock()
 
     @property

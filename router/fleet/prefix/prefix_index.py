@@ -40,13 +40,14 @@ MAX_KINDS = 8  # a prompt is hashed once for each
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """The index's knowledge of a node since the node's last snapshot.
+    """A node and the cached blocks that the index knows of, since the node's last snapshot.
 
     Attributes:
         bit: the node's bit in sets of nodes.
-        blocks: the node's contents for which the index had room.
-        num_left_out: number of contents for which the index had no room.
-        last_sequence: number of the node's last event; None: its snapshot has not come.
+        blocks: hashes of the node's cached blocks, as far as the index had room.
+        num_left_out: number of cached blocks for which the index had no room.
+        last_sequence: sequence number of the node's last event; None: the node has not sent its
+            snapshot yet.
         was_placed: whether the placement memory may have entries with this bit.
         generation: the placement memory's generation when the node left.
     """

@@ -124,7 +124,7 @@ class ArgumentTypes:
     def _accepts(self, schema: Any, value: Any, depth: int = 0) -> bool:
         if self._is_too_far(depth) or not isinstance(schema, Mapping):
             return schema is not False
-        if value is None and schema.get("nullable") is True:  # OpenAI's keyword
+        if value is None and schema.get("nullable") is True:  # a keyword of OpenAPI 3.0
             return True
         if not _has_type(schema.get("type"), value):
             return False

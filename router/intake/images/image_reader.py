@@ -39,7 +39,7 @@ class ImageFile:
 
 
 class ImageReader:
-    """Read the images of one base model's requests. Belongs to one event loop.
+    """Reads the images of one base model's requests. Belongs to one event loop.
 
     Args:
         layout: the model's rule for the tokens of an image.
@@ -107,7 +107,7 @@ class ImageReader:
 
 
 def check_markers(messages: Sequence[Mapping[str, Any]], layout: ImageLayout) -> None:
-    """Raise InvalidRequestError if a text has a marker, which could move another image.
+    """Raise InvalidRequestError if a text contains the marker, at which an image would be put.
 
     Args:
         messages: the messages of a conversation, with contents of texts or parts.

@@ -128,7 +128,7 @@ class ScriptedParser:
     def __init__(self, script: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()
         self._steps = script(self._source)
-        self._after_call = False  # only white space has followed the last call
+        self._after_call = False  # whether only white space has followed the last call
         self._blanks: list[str] = []
 
     def push(self, text: str) -> Iterator[Part]:

@@ -54,7 +54,7 @@ class LatentShape:
 
     @property
     def group(self) -> int:
-        """Heads of a tile; divides the number of heads."""
+        """Number of heads in a tile; divides the number of all heads."""
         return next(n for n in range(_MOST_HEADS, 0, -1) if self.num_heads % n == 0)
 
     @property
@@ -64,12 +64,12 @@ class LatentShape:
 
     @property
     def padded_group(self) -> int:
-        """Rows of a token within a tile of prompts."""
+        """Number of rows per token in a tile for prompts: `group`, rounded up to a power of 2."""
         return 1 << (self.group - 1).bit_length()
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a prompt's tile."""
+        """Number of tokens in a tile for prompts."""
         rows = _PROMPT_ROWS if self.element_size < 4 else _PROMPT_ROWS // 2
         return max(1, rows // self.padded_group)
 
@@ -173,7 +173,11 @@ def latent_decodes(
     HEADS: tl.constexpr,  # GROUP rounded up, for merging
     IEEE: tl.constexpr,
 ):
-    """Grid (num_groups, num_slots): some heads of one part of one request; the last part merges."""
+    """Attend for requests that compute one token. Grid (num_groups, num_slots).
+
+    A program computes one group of heads over one part of a request's tokens. The program that
+    finishes last merges the parts.
+    """
     group, slot = tl.program_id(0), tl.program_id(1)
     rows, ranks, turns = tl.arange(0, M), tl.arange(0, R), tl.arange(0, P)
     heads = group * GROUP + rows
@@ -252,7 +256,10 @@ def latent_prompts(
     TILE: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Grid (num_groups, num_tiles): some heads of some tokens of one request."""
+    """Attend for requests that compute several tokens. Grid (num_groups, num_tiles).
+
+    A program computes one group of heads for one tile of tokens.
+    """
     group, tile = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + tile * 4)
     first_row = tl.load(tiles + tile * 4 + 1).to(tl.int64)

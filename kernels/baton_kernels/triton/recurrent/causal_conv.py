@@ -158,7 +158,7 @@ def store_results(
     """Apply ``silu`` and gate to sums, float32 ``[tokens, CHANNELS]``, and store them."""
     dtype = out_ptr.dtype.element_ty
     if SILU:
-        small = tl.exp(-tl.abs(result))  # of -|x|, which cannot overflow
+        small = tl.exp(-tl.abs(result))  # exp(-|x|) cannot overflow
         result = result * tl.where(result >= 0, 1.0, small) / (1 + small)
         result = result.to(dtype).to(tl.float32)
     if out_gate_ptr is not None:

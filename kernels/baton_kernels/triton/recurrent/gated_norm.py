@@ -73,7 +73,7 @@ def gated_rms_norm_kernel(
     place = (group % groups_per_row * group_size)[:, None] + column  # place within the row
     x = tl.load(x_ptr + row * x_stride + place, mask=exists, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + place, mask=exists, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # of -|x|, which cannot overflow
+    small = tl.exp(-tl.abs(gate))  # exp(-|x|) cannot overflow
     gate = gate * tl.where(gate >= 0, 1.0, small) / (1 + small)
     if not NORM_FIRST:
         x *= gate
