@@ -260,6 +260,8 @@ def test_an_adapter_that_lost_its_slot_does_not_end_the_engine(tmp_path: Path) -
                 await llm.load_adapter(name, folder)
             before = [(await llm.embed("x", adapter=name))[0].vector for name in names]
             await llm.sleep("dropped")  # drops adapters, too
+            with pytest.raises(OverloadedError, match="cannot be loaded while the engine sleeps"):
+                await llm.load_adapter("b", names["b"])
             waiting = asyncio.create_task(llm.embed("x", adapter="a"))
             await asyncio.sleep(0.05)
             await llm.wake()
