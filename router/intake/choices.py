@@ -57,9 +57,7 @@ async def accept_choices(
         seed = draw_seed() if params.seed is None else params.seed
         first = dataclasses.replace(params, n=1, seed=seed)
         checked = await intake.accept(prompt, first, terms, request_id)
-        checked = dataclasses.replace(
-            checked, request_id=choice_request_id(request_id, len(calls))
-        )
+        checked = dataclasses.replace(checked, request_id=choice_request_id(request_id, len(calls)))
         if terms.beams is not None:
             run = intake.search_beams(checked, params.n)
             calls += [

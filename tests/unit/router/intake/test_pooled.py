@@ -26,7 +26,9 @@ TOKENIZER = Tokenizer(DEMO_MODEL)
 TERMS = Terms(received_at=0.0)
 
 
-def make_requests(task: PoolingTask, *, terms: Terms = TERMS, num_labels: int = 0) -> PooledRequests:
+def make_requests(
+    task: PoolingTask, *, terms: Terms = TERMS, num_labels: int = 0
+) -> PooledRequests:
     setup = PoolingSetup(
         task=task, generates=False, labels=("one",) * num_labels, answer_ids=(1, 2), hidden_size=8
     )
