@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import tracemalloc
+from array import array
 from dataclasses import replace
 
 import pytest
 
 from baton.access.identity import Limits, Principal
-from baton.api.errors import InvalidRequestError, OverloadedError
+from baton.api.errors import InvalidRequestError, NodeUnavailableError, OverloadedError
+from baton.api.outputs import Receipt
 from baton.checkpoint.pooling.setup import PoolingSetup, PoolingTask
 from baton.text.tokenizer import Tokenizer
 from baton.v1 import inference_pb2
 from router.api.grpc import pooled
-from router.calls.call import Terms
+from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.intake.intake import Intake
-from router.intake.pooled import PooledRequests
+from router.intake.pooled import PooledRequests, _Numbers
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.router.nodes import make_pool
@@ -24,6 +26,16 @@ from tests.fakes.router.router_scene import asynchronous
 
 TOKENIZER = Tokenizer(DEMO_MODEL)
 TERMS = Terms(received_at=0.0)
+RECEIPT = Receipt(
+    num_prompt_tokens=1,
+    num_output_tokens=0,
+    ttft_s=0.0,
+    total_s=0.0,
+    prefill_node="p",
+    decode_node="",
+    prefill=None,
+    decode=None,
+)
 
 
 def make_requests(
@@ -83,3 +95,26 @@ async def test_images_are_refused_over_grpc() -> None:
     request = inference_pb2.EmbedRequest(inputs=[inference_pb2.Prompt(text="a", images=[b"x"])])
     with pytest.raises(InvalidRequestError, match=r"^inputs\[0\]\.images: must be empty"):
         await pooled.embed(request, make_requests(PoolingTask.EMBED))
+
+
+class ChangingWeights(PooledRequests):
+    """Pooled requests on nodes whose weights change after the first input."""
+
+    num_run = 0
+
+    async def _run_one(self, call: Call, accepted_at: float) -> _Numbers:
+        self.num_run += 1
+        weights = "old" if self.num_run == 1 else "new"
+        return _Numbers(array("f", [1.0] * 8).tobytes(), replace(RECEIPT, weights=weights))
+
+
+@asynchronous
+async def test_one_version_of_the_weights_computes_all_of_an_answer() -> None:
+    given = make_requests(PoolingTask.EMBED)
+    requests = ChangingWeights(given._intake, TERMS)
+    found = await requests.embed([[1], [2], [3]])
+    assert {one.weights for one in found.receipts} == {"new"}
+    assert requests.num_run == 4
+    requests = ChangingWeights(given._intake, TERMS)
+    with pytest.raises(NodeUnavailableError, match="weights changed meanwhile"):
+        await requests.score(["a"], ["b", "c"])  # the query has old weights
