@@ -78,6 +78,9 @@ class AdapterTable:
         max_adapters: most adapters in memory; 0: there are none.
         cache_bytes: most bytes of read and packed adapters that are kept; None: the default.
         in_use: returns the adapters of open requests and of the step in flight.
+
+    Attributes:
+        is_suspended: whether no adapter can be loaded, because the weights are dropped.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class AdapterTable:
         in_use: Callable[[], Collection[str]],
     ) -> None:
         self._executor, self._max_adapters, self._in_use = executor, max_adapters, in_use
+        self.is_suspended = False
         # Both have the least recently used adapter first.
         self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()
         self._read: OrderedDict[AdapterDigest, ReadAdapter] = OrderedDict()
@@ -253,6 +257,8 @@ class AdapterTable:
     def _refuse_without_slots(self) -> None:
         if not self.has_slots:
             raise ConfigError("max_adapters: is 0, so no adapter can be loaded; must be 1 or more")
+        if self.is_suspended:
+            raise OverloadedError("adapter: cannot be loaded while the engine sleeps")
 
     def _keep(self, digest: AdapterDigest, *, pinned: bool) -> None:
         slot = self._slots[digest]

@@ -86,6 +86,7 @@ class ServedWeights:
         self._check_idle()
         engine.adapters.clear()  # their packed numbers may depend on the weights
         engine.executor.collective_rpc("use_weights")
+        engine.adapters.is_suspended = False
         if self._served is not new:
             self._served.close()
         self._served, self._new = new, None
@@ -116,10 +117,11 @@ class ServedWeights:
         self._check_idle()
         if self.is_asleep:
             raise InvalidRequestError("sleep", "the engine is asleep already")
+        if level is SleepLevel.DROPPED:  # before the workers let go of all that computes
+            self._engine.adapters.clear()
+            self._engine.adapters.is_suspended = True
         self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
         self.is_asleep, self.keeps_weights = True, level is not SleepLevel.DROPPED
-        if not self.keeps_weights:
-            self._engine.adapters.clear()
         self._engine.block_pool.reset_prefix_cache()
         logger.info("sleeps; its weights are %s", "kept" if self.keeps_weights else "dropped")
 

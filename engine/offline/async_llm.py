@@ -16,6 +16,7 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,12 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from baton.adapters.digest import AdapterDigest
 from baton.api.changes import SleepLevel, WhenOpen, read_choice
-from baton.api.errors import BatonError, EngineDeadError, InvalidRequestError
+from baton.api.errors import (
+    BatonError,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestCancelledError,
+)
 from baton.api.outputs import Completion, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
 from baton.api.sampling_params import SamplingParams
@@ -51,6 +57,9 @@ U = TypeVar("U")
 
 ENGINE_THREAD = "engine"
 _POLL_S = 0.005
+# Threads that wait for pooled requests. The event loop's own threads stay free: during a sleep
+# all of these threads may wait, and the call that ends the sleep needs a thread, too.
+_POOL_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +127,30 @@ class _Held(NamedTuple):
 
 
 @dataclass(eq=False)
+class _PoolTask:
+    """A task that pools, in one round of requests or several.
+
+    Attributes:
+        has_begun: whether a round has begun. A change of the engine waits for all later rounds, so
+            that one version of the weights computes all numbers.
+        why_left: why no more rounds begin; None: they do.
+    """
+
+    has_begun: bool = False
+    why_left: BatonError | None = None
+
+
+@dataclass(eq=False)
 class _Pool:
     """Requests for pooled numbers (embeddings, scores or labels) that one thread waits for.
 
     Attributes:
+        task: the task that needs their numbers.
         done: set once all answers have ended, or once ``error`` is set.
-        error: why the engine cannot go on.
+        error: why there are no numbers.
     """
 
+    task: _PoolTask
     answers: Sequence[PooledAnswer]
     done: threading.Event = field(default_factory=threading.Event)
     error: BatonError | None = None
@@ -160,6 +185,7 @@ class AsyncLLM:
         self._open: set[_Call] = set()  # changed by the engine's thread
         self._pools: list[_Pool] = []  # also changed by the engine's thread
         self._held_pools: list[_Pool] = []
+        self._pool_tasks: set[_PoolTask] = set()  # that have begun
         self._death = ""
         # During a change of the engine, and during sleep, new calls are held.
         self._held: list[_Held] = []
@@ -167,7 +193,10 @@ class AsyncLLM:
         self._current: object | None = None  # the change in progress
         engine = self.engine
         setup = self._llm.pooling_setup
-        self._pooling = OfflinePooling(engine, setup, self._llm.tokenizer, self._run_pooled)
+        self._pooling = OfflinePooling(
+            engine, setup, self._llm.tokenizer, functools.partial(self._run_pooled, _PoolTask())
+        )
+        self._pool_threads = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="pooling")
         self._thread = EngineLoop(
             self._step, self._die, name=ENGINE_THREAD, when_idle=engine.do_idle_work
         )
@@ -265,9 +294,9 @@ class AsyncLLM:
         dimensions: int | None = None,
         adapter: str = "",
     ) -> list[Embedding]:
-        """Return the embedding of each input; see `LLM.embed`."""
+        """Return the embedding of each input; see `LLM.embed`. Cancelling aborts the requests."""
         embed = functools.partial(
-            self._pooling.embed, prompt_name=prompt_name, dimensions=dimensions
+            OfflinePooling.embed, prompt_name=prompt_name, dimensions=dimensions
         )
         return await self._pool(embed, without_images(inputs), adapter)
 
@@ -280,14 +309,14 @@ class AsyncLLM:
         adapter: str = "",
     ) -> list[Score]:
         """Return how well documents fit queries; see `LLM.score`."""
-        score = functools.partial(self._pooling.score, instruction=instruction)
+        score = functools.partial(OfflinePooling.score, instruction=instruction)
         return await self._pool(score, pairs_of(queries, documents), adapter)
 
     async def classify(
         self, inputs: Prompt | Sequence[Prompt], *, adapter: str = ""
     ) -> list[Classification]:
         """Return the most probable label of each input; see `LLM.classify`."""
-        return await self._pool(self._pooling.classify, without_images(inputs), adapter)
+        return await self._pool(OfflinePooling.classify, without_images(inputs), adapter)
 
     async def abort(self, request_id: str) -> None:
         """End an output with the tokens so far: its last piece has ``FinishReason.ABORT``.
@@ -389,18 +418,33 @@ class AsyncLLM:
         return _Call(requests, streams=streams)
 
     async def _pool(
-        self, pool: Callable[[list[U], AdapterDigest], list[T]], inputs: list[U], adapter: str
+        self,
+        pool: Callable[[OfflinePooling, list[U], AdapterDigest], list[T]],
+        inputs: list[U],
+        adapter: str,
     ) -> list[T]:
         """Run pooled requests; a thread waits for the engine, so that other tasks go on."""
         find_digest = functools.partial(self._llm.adapter_digest, adapter)
         digest = await self._thread.ask(find_digest)
-        return await asyncio.to_thread(pool, inputs, digest)
+        task, loop = _PoolTask(), asyncio.get_running_loop()
+        pooling = self._pooling.with_run(functools.partial(self._run_pooled, task))
+        try:
+            return await loop.run_in_executor(self._pool_threads, pool, pooling, inputs, digest)
+        finally:
+            why = RequestCancelledError("the task was cancelled")
+            self._thread.call(functools.partial(self._leave_pools, task, why))
 
-    def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
-        """Submit pooled requests and wait for them; raises EngineDeadError if the engine ends."""
+    def _run_pooled(self, task: _PoolTask, answers: Sequence[PooledAnswer]) -> None:
+        """Wait until a task's pooled requests have ended.
+
+        Raises:
+            AdapterError, OverloadedError: their adapter cannot be loaded.
+            RequestCancelledError: the task was cancelled, or a change aborts requests.
+            EngineDeadError: the engine cannot continue, or was closed.
+        """
         if not answers:
             return
-        pool = _Pool(answers)
+        pool = _Pool(task, answers)
         self._thread.call(functools.partial(self._begin_pool, pool)).result()
         pool.done.wait()
         if pool.error is not None:
@@ -457,7 +501,7 @@ class AsyncLLM:
                 await ask(begin)
                 await self._wait_for(self._llm.served_weights.is_ready)
             await ask(functools.partial(self._hold, how))
-            await self._wait_for(self._is_idle)
+            await self._wait_for(lambda: self._is_idle() and not self._pool_tasks)
             return await ask(apply)
         finally:
             self._thread.call(functools.partial(self._end_change, change))
@@ -489,11 +533,36 @@ class AsyncLLM:
 
     def _begin_pool(self, pool: _Pool) -> None:
         """Submit pooled requests, or hold them until the change in progress has ended."""
-        if self._holds:
+        task = pool.task
+        if task.why_left is not None:
+            self._end_pool(pool, task.why_left)
+        elif self._holds and not task.has_begun:
             self._held_pools.append(pool)
         else:
-            self._llm.begin_pooled(pool.answers)
+            task.has_begun = True
+            self._pool_tasks.add(task)
             self._pools.append(pool)
+            try:
+                self._llm.begin_pooled(pool.answers)
+            except BatonError as error:  # raised here, it would end the engine
+                self._end_pool(pool, error)
+
+    def _leave_pools(self, task: _PoolTask, why: BatonError) -> None:
+        """Forget a task that has ended, and abort what is open of its pooled requests."""
+        task.why_left = why
+        self._pool_tasks.discard(task)
+        for pool in [one for one in (*self._pools, *self._held_pools) if one.task is task]:
+            self._end_pool(pool, why)
+
+    def _end_pool(self, pool: _Pool, error: BatonError) -> None:
+        """Abort pooled requests, and raise an error on the thread that waits for them."""
+        for pools in (self._pools, self._held_pools):
+            if pool in pools:
+                pools.remove(pool)
+        for answer in pool.answers:
+            self._llm._end(answer.request.request_id)
+        pool.error = error
+        pool.done.set()
 
     def _start_change(self, change: object, how: WhenOpen) -> None:
         """Note that the engine is changing; raises InvalidRequestError if it cannot now."""
@@ -509,6 +578,8 @@ class AsyncLLM:
             for call in self._open:
                 for request in call.requests:
                     self._llm.abort_answer(request.request_id)
+            for task in list(self._pool_tasks):  # there is no part of a pooled answer to return
+                self._leave_pools(task, RequestCancelledError("a change of the engine aborts it"))
             self._tell()
 
     def _end_change(self, change: object) -> None:
@@ -533,6 +604,7 @@ class AsyncLLM:
                 self._begin_now(one.calls, one.adapters)
             except BatonError as error:
                 for call in one.calls:
+                    self._abort(call)  # calls before the failing one have begun
                     _send(call, _News(error=error))
 
     def _tell(self) -> None:
@@ -578,6 +650,7 @@ class AsyncLLM:
     def _close(self) -> None:
         self._thread.stop()
         self._end_calls("the engine was closed")
+        self._pool_threads.shutdown(wait=False)
         self.engine.close()
         self._llm.served_weights.close()
 

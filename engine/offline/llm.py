@@ -278,18 +278,26 @@ class LLM:
         return self._pooling.setup
 
     def adapter_digest(self, name: str) -> AdapterDigest:
-        """Return the digest of an adapter by name, loaded; an empty name means the base model."""
-        self._load_named({name})
+        """Return the digest of an adapter by name; an empty name means the base model."""
         return self._named(name).digest if name else NO_ADAPTER
 
     def begin_pooled(self, answers: Sequence[PooledAnswer]) -> None:
-        """Submit pooled requests to the engine."""
+        """Submit pooled requests of one adapter to the engine, and load the adapter if needed.
+
+        Raises:
+            AdapterError: the adapter's files have changed since they were read first.
+            AdapterMissingError: no name stands for the adapter any more.
+            OverloadedError: there is no slot for the adapter.
+        """
+        digests = {answer.request.adapter for answer in answers}
+        self._load_named({name for name, one in self._adapters.items() if one.digest in digests})
         for answer in answers:
-            self._answers[answer.request.request_id] = answer
             self.engine.add_request(answer.request)
+            self._answers[answer.request.request_id] = answer
 
     def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
         """Run pooled requests to their ends."""
+        self._check_awake()
         self.begin_pooled(answers)
         while not all(answer.ended for answer in answers):
             self._step()

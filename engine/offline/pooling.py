@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
 from baton.api.outputs import RequestDelta
@@ -91,6 +93,12 @@ class OfflinePooling:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
         self._numbers = itertools.count(1)  # numbers of requests; safe from several threads
+
+    def with_run(self, run: Callable[[Sequence[PooledAnswer]], None]) -> Self:
+        """Return a copy that runs its requests with another function."""
+        other = copy.copy(self)
+        other._run = run
+        return other
 
     def embed(
         self,

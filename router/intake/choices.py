@@ -56,8 +56,8 @@ async def accept_choices(
     for prompt in prompts:
         seed = draw_seed() if params.seed is None else params.seed
         first = dataclasses.replace(params, n=1, seed=seed)
-        name = choice_request_id(request_id, len(calls))
-        checked = await intake.accept(prompt, first, terms, name)
+        checked = await intake.accept(prompt, first, terms, request_id)
+        checked = dataclasses.replace(checked, request_id=choice_request_id(request_id, len(calls)))
         if terms.beams is not None:
             run = intake.search_beams(checked, params.n)
             calls += [

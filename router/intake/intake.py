@@ -179,13 +179,8 @@ class Intake:
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
     ) -> Call:
         principal = terms.principal
-        self.admission.check_key(principal)  # before any expensive work
+        self.check_terms(terms, request_id)  # before any expensive work
         await self._dispatcher.turns.wait_for_turn()
-        check_name("request_id", request_id, MAX_REQUEST_ID_CHARS)
-        check_name("session_id", terms.session_id, MAX_SESSION_ID_CHARS)
-        check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)
-        most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
-        check_priority(terms.priority, most_urgent)
         read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
             read = await self.reader.read(prompt, principal)
@@ -215,6 +210,19 @@ class Intake:
             is_chat=is_chat(prompt),
             images=read.images,
         )
+
+    def check_terms(self, terms: Terms, request_id: str = "") -> None:
+        """Raise an error if a client's terms are wrong, or its limits allow no request now.
+
+        Counts nothing. Raises InvalidRequestError or OverloadedError.
+        """
+        principal = terms.principal
+        self.admission.check_key(principal)
+        check_name("request_id", request_id, MAX_REQUEST_ID_CHARS)
+        check_name("session_id", terms.session_id, MAX_SESSION_ID_CHARS)
+        check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)
+        most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
+        check_priority(terms.priority, most_urgent)
 
     def search_beams(self, call: Call, num_outputs: int) -> BeamRun:
         """Return the beam search that a call's terms ask for; raises as `begin_search` does."""

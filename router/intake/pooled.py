@@ -10,11 +10,16 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from baton.api.errors import DamagedModelError, DeadlineExceededError, InvalidRequestError
+from baton.api.errors import (
+    DamagedModelError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NodeUnavailableError,
+)
 from baton.api.outputs import Receipt
 from baton.api.pooling import (
     Classification,
@@ -112,18 +117,13 @@ class PooledRequests:
         """
         setup = self._setup
         check_embeds(setup, dimensions)
-        check_num_inputs(field, len(inputs))
-        size = dimensions or setup.hidden_size
-        if len(inputs) * size > MAX_NUMBERS:
-            most = MAX_NUMBERS // size
-            problem = f"must have at most {most} inputs for embeddings of {size} numbers"
-            raise InvalidRequestError(field, f"{problem}, got {len(inputs)}")
+        check_num_inputs(field, len(inputs), dimensions or setup.hidden_size)
         before = prompt_before(setup, prompt_name)
         prompts = await self._tokenize(
-            [before + one if isinstance(one, str) else one for one in inputs], field
+            (before + one if isinstance(one, str) else one for one in inputs), field, len(inputs)
         )
-        found = await self._run(prompts, params_of(setup))
-        return _pooled(
+        found = await self._run(prompts, params_of(setup), field)
+        return await _pooled(
             found,
             lambda one: embedding_of(
                 setup,
@@ -162,12 +162,14 @@ class PooledRequests:
         asked = [*queries] * len(documents) if len(queries) == 1 else queries
         instruction = instruction or prompt_before(setup, None)
         prompts = await self._tokenize(
-            [self._pair(*pair, instruction) for pair in zip(asked, documents, strict=True)],
+            # Made one by one: a long query in each of 2048 texts would fill the memory.
+            (self._pair(*pair, instruction) for pair in zip(asked, documents, strict=True)),
             fields[1],
+            len(documents),
             add_special_tokens=False,
         )
-        found = await self._run(prompts, params_of(setup, self._answer_ids()))
-        return _pooled(
+        found = await self._run(prompts, params_of(setup, self._answer_ids()), fields[1])
+        return await _pooled(
             found,
             lambda one: Score(
                 score_of(setup, one.pooled),
@@ -183,6 +185,7 @@ class PooledRequests:
         names = [name if name in self._setup.prompts else None for name in ("query", "document")]
         of_queries = await self.embed(queries, field=fields[0], prompt_name=names[0])
         of_documents = await self.embed(documents, field=fields[1], prompt_name=names[1])
+        _check_one_version(of_queries.receipts + of_documents.receipts)
         lone = of_queries.results[0] if len(queries) == 1 else None
         scores = []
         for place, other in enumerate(of_documents.results):
@@ -190,6 +193,7 @@ class PooledRequests:
             num_tokens = one.num_prompt_tokens + other.num_prompt_tokens
             num_cached = one.num_cached_tokens + other.num_cached_tokens
             scores.append(Score(cosine(one.vector, other.vector), num_tokens, num_cached))
+            await asyncio.sleep(0)  # let other tasks run: long vectors take long together
         return Pooled(scores, of_queries.receipts + of_documents.receipts)
 
     async def classify(
@@ -198,9 +202,10 @@ class PooledRequests:
         """Return the labels of each input; raises InvalidRequestError, and as `Dispatcher.run`."""
         setup = self._setup
         check_classifies(setup)
-        check_num_inputs(field, len(inputs))
-        found = await self._run(await self._tokenize(inputs, field), params_of(setup))
-        return _pooled(
+        check_num_inputs(field, len(inputs), len(setup.labels))
+        prompts = await self._tokenize(inputs, field, len(inputs))
+        found = await self._run(prompts, params_of(setup), field)
+        return await _pooled(
             found,
             lambda one: classification_of(
                 setup, one.pooled, one.receipt.num_prompt_tokens, one.receipt.num_cached_tokens
@@ -228,16 +233,23 @@ class PooledRequests:
 
     async def _tokenize(
         self,
-        prompts: Sequence[Text | ChatPrompt | PairPrompt],
+        prompts: Iterable[Text | ChatPrompt | PairPrompt],
         field: str,
+        number: int,
         *,
         add_special_tokens: bool = True,
     ) -> list[list[int]]:
-        """Return the token ids of all prompts; raises InvalidRequestError naming the input."""
+        """Return the token ids of all prompts.
+
+        Raises:
+            InvalidRequestError: an input is wrong; the error names the input.
+            OverloadedError: the caller's limits allow no request now; nothing was tokenized.
+        """
+        self._intake.check_terms(self._terms, self._request_id)
         found: list[list[int]] = []
         num_tokens = 0
         for place, prompt in enumerate(prompts):
-            with _named(field, place, len(prompts)):
+            with _named(field, place, number):
                 token_ids = await self._intake.reader.tokenize(
                     prompt, self._terms.principal, add_special_tokens=add_special_tokens
                 )
@@ -251,23 +263,31 @@ class PooledRequests:
 
     # ------------------------------------------------------------------ calls
 
-    async def _run(self, prompts: Sequence[list[int]], params: PoolingParams) -> list[_Numbers]:
-        """Run one call per prompt; no call begins before all prompts are checked."""
+    async def _run(
+        self, prompts: Sequence[list[int]], params: PoolingParams, field: str
+    ) -> list[_Numbers]:
+        """Run one call per prompt; no call begins unless all prompts are right."""
         calls: list[Call] = []
         for place, token_ids in enumerate(prompts):
             name = choice_request_id(self._request_id, self._num_calls)
             self._num_calls += 1
-            with _named("input", place, len(prompts)):
+            with _named(field, place, len(prompts)):
                 call = await self._intake.accept(
-                    token_ids, _NO_SAMPLING, self._terms, name, pooling=params
+                    token_ids, _NO_SAMPLING, self._terms, self._request_id, pooling=params
                 )
-            calls.append(call)
+            calls.append(dataclasses.replace(call, request_id=name))
         accepted_at = asyncio.get_running_loop().time()
         found: dict[int, _Numbers] = {}
         orders = ((), range(len(calls))) if params.needs_all_rows else find_leaders(prompts)
         for order in orders:
             await self._run_some(calls, order, accepted_at, found)
-        return [found[place] for place in range(len(calls))]
+        # After a change of the nodes' weights, compute again what the old weights computed.
+        newest = next(reversed(found.values())).receipt.weights
+        old = [place for place, one in found.items() if one.receipt.weights != newest]
+        await self._run_some(calls, old, accepted_at, found)
+        results = [found[place] for place in range(len(calls))]
+        _check_one_version([one.receipt for one in results])
+        return results
 
     async def _run_some(
         self,
@@ -312,14 +332,32 @@ class PooledRequests:
         raise DamagedModelError("a prefill node answered without numbers")
 
 
-def check_num_inputs(field: str, number: int) -> None:
-    """Raise InvalidRequestError if a request has no input or too many."""
+def check_num_inputs(field: str, number: int, size: int = 0) -> None:
+    """Raise InvalidRequestError if a request has no input or too many.
+
+    Args:
+        size: numbers that the response has for each input.
+    """
     if not 1 <= number <= MAX_INPUTS:
         raise InvalidRequestError(field, f"must have 1 to {MAX_INPUTS} inputs, got {number}")
+    if number * size > MAX_NUMBERS:
+        problem = f"must have at most {MAX_NUMBERS // size} inputs of {size} numbers each"
+        raise InvalidRequestError(field, f"{problem}, got {number}")
 
 
-def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result]) -> Pooled[Result]:
-    return Pooled([make(one) for one in found], [one.receipt for one in found])
+def _check_one_version(receipts: Sequence[Receipt]) -> None:
+    """Raise NodeUnavailableError unless one version of the weights computed all results."""
+    if len({one.weights for one in receipts}) > 1:
+        raise NodeUnavailableError("the nodes' weights changed meanwhile: try again")
+
+
+async def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result]) -> Pooled[Result]:
+    """Return all results; let other tasks run between them, as two million numbers take long."""
+    results = []
+    for one in found:
+        results.append(make(one))
+        await asyncio.sleep(0)
+    return Pooled(results, [one.receipt for one in found])
 
 
 @contextlib.contextmanager
@@ -328,6 +366,6 @@ def _named(field: str, place: int, number: int) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        if error.field != "prompt":
+        if error.field not in ("prompt", "messages"):  # a pair may be rendered as messages
             raise
         raise error.of_field(field if number == 1 else f"{field}[{place}]") from None

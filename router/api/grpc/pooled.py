@@ -8,7 +8,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Receipt
 from baton.api.pooling import Score
 from baton.v1 import inference_pb2
-from router.intake.pooled import PooledRequests, Text
+from router.intake.pooled import PooledRequests, Text, check_num_inputs
 
 
 async def embed(
@@ -89,8 +89,11 @@ def _score_to_proto(one: Score) -> inference_pb2.Score:
 
 def _inputs(prompts: Sequence[inference_pb2.Prompt]) -> list[Text]:
     """Return texts and lists of token ids; raises InvalidRequestError for conversations."""
+    check_num_inputs("inputs", len(prompts))  # first: a message may have a million
     found: list[Text] = []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
+        if prompt.images:
+            raise InvalidRequestError(f"inputs[{place}].images", "must be empty: texts only")
         match prompt.WhichOneof("prompt"):
             case "text":
                 found.append(prompt.text)

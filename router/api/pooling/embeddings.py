@@ -12,13 +12,20 @@ from router.api.pooling.shared import (
     PooledFields,
     Texts,
     as_base64,
+    check_only,
     inputs_of,
     pooled_requests,
     respond,
 )
 
-# Kinds of inputs in the APIs of Cohere, Voyage and NVIDIA -> names of prompts.
-_PROMPT_OF_TYPE = {"search_query": "query", "search_document": "document", "passage": "document"}
+# Kinds of inputs in the APIs of Cohere, Voyage, NVIDIA and Jina -> names of prompts.
+_PROMPT_OF_TYPE = {
+    "search_query": "query",
+    "search_document": "document",
+    "passage": "document",
+    "retrieval.query": "query",
+    "retrieval.passage": "document",
+}
 
 
 class EmbeddingRequest(PooledFields, kw_only=True):
@@ -30,6 +37,10 @@ class EmbeddingRequest(PooledFields, kw_only=True):
             none.
         input_type: other APIs' field: ``query`` or ``document``; without effect if the checkpoint
             has no such prompt.
+        task: Jina's name of ``input_type``.
+        embedding_type: Jina's name of ``encoding_format``.
+        output_dtype, embed_dtype: Voyage's and vLLM's fields: kind of the numbers.
+        normalized, normalize: Jina's and vLLM's fields: whether embeddings have length 1.
     """
 
     input: Texts
@@ -37,6 +48,12 @@ class EmbeddingRequest(PooledFields, kw_only=True):
     dimensions: int | None = None
     prompt_name: str | None = None
     input_type: str | None = None
+    task: str | None = None
+    embedding_type: Literal["float", "base64"] | None = None
+    output_dtype: Literal["float"] | None = None
+    embed_dtype: Literal["float32"] | None = None
+    normalized: bool | None = None
+    normalize: bool | None = None
 
 
 class EmbeddingObject(msgspec.Struct):
@@ -50,14 +67,16 @@ class EmbeddingObject(msgspec.Struct):
 async def embeddings(request: web.Request, options: HttpOptions) -> web.Response:
     """Answer a request for embeddings; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, EmbeddingRequest, options)
-    prompt_name = body.prompt_name
-    if prompt_name is None and body.input_type is not None:
-        named = _PROMPT_OF_TYPE.get(body.input_type, body.input_type)
-        prompt_name = named if named in request[SERVED].intake.setup.prompts else None
+    setup = request[SERVED].intake.setup
+    check_only(body, normalized=setup.normalizes, normalize=setup.normalizes)
+    prompt_name, kind = body.prompt_name, body.input_type or body.task
+    if prompt_name is None and kind is not None:
+        named = _PROMPT_OF_TYPE.get(kind, kind)
+        prompt_name = named if named in setup.prompts else None
     found = await pooled_requests(request, body).embed(
         inputs_of(body.input), prompt_name=prompt_name, dimensions=body.dimensions
     )
-    in_base64 = body.encoding_format == "base64"
+    in_base64 = (body.encoding_format or body.embedding_type) == "base64"
     items = (
         EmbeddingObject(index, as_base64(one.vector) if in_base64 else one.vector.tolist())
         for index, one in enumerate(found.results)

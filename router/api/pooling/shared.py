@@ -32,6 +32,9 @@ class PooledFields(msgspec.Struct, kw_only=True):
         model: a served name; None: the first that the caller may use.
         cache_salt, session_id, priority, include_receipt: as in other requests.
         user: accepted without effect.
+        use_activation, activation: vLLM's fields: whether logits become probabilities or scores.
+        add_special_tokens: vLLM's field: whether texts get the checkpoint's special tokens.
+        late_chunking: Jina's field: whether the inputs are one text.
     """
 
     model: str | None = None
@@ -40,6 +43,10 @@ class PooledFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     include_receipt: bool | None = None
     user: str | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+    add_special_tokens: bool | None = None
+    late_chunking: bool | None = None
 
 
 class PooledUsage(msgspec.Struct):
@@ -64,7 +71,12 @@ class PooledResponse(msgspec.Struct, kw_only=True):
 
 
 def pooled_requests(request: web.Request, body: PooledFields) -> PooledRequests:
-    """Return the served model's pooled requests under the client's terms."""
+    """Return the served model's pooled requests under the client's terms.
+
+    Raises InvalidRequestError for a field that asks for other numbers than the checkpoint's.
+    """
+    check_only(body, use_activation=True, activation=True, add_special_tokens=True)
+    check_only(body, late_chunking=False)
     terms = Terms(
         received_at=request[ENTRY].began_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
@@ -76,6 +88,13 @@ def pooled_requests(request: web.Request, body: PooledFields) -> PooledRequests:
         trace=request[ENTRY].trace,
     )
     return PooledRequests(request[SERVED].intake, terms, request[REQUEST_ID])
+
+
+def check_only(body: PooledFields, **served: bool) -> None:
+    """Raise InvalidRequestError for fields with another value than the served one."""
+    for name, value in served.items():
+        if getattr(body, name) not in (None, value):
+            raise InvalidRequestError(name, f"must be {str(value).lower()} or absent")
 
 
 async def respond(

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from baton.api.errors import EngineDeadError, InvalidRequestError
+from baton.api.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from baton.api.outputs import Completion, FinishReason, TextDelta
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from engine import LLM, AsyncLLM
 from engine.crash_dump import FOLDER_VARIABLE
 from engine.executors.uniproc import worker_of
+from tests.fakes.adapter_files import write_query_adapter
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.fronts import until
 
@@ -218,5 +219,59 @@ def test_embeddings_that_wait_when_the_engine_closes_raise() -> None:
             await waiting
         with pytest.raises(EngineDeadError):
             await llm.embed("y")
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_embedding_leaves_nothing_behind(embedder: AsyncLLM) -> None:
+    async def run() -> None:
+        await embedder.pause()
+        task = asyncio.create_task(embedder.embed(PROMPTS))
+        await until(lambda: embedder.engine.requests)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await has_no_request(embedder)
+        await embedder.resume()
+
+    asyncio.run(run())
+
+
+def test_embeddings_that_wait_leave_threads_to_others(embedder: AsyncLLM) -> None:
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await embedder.sleep()
+        waiting = [asyncio.create_task(embedder.embed("x")) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(asyncio.to_thread(int), 5)  # as `update_weights` and `close` do
+        await embedder.wake()
+        assert len(await asyncio.gather(*waiting)) == 3
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_lost_its_slot_does_not_end_the_engine(tmp_path: Path) -> None:
+    names = {name: str(write_query_adapter(tmp_path, name, seed)) for seed, name in enumerate("ab")}
+
+    async def run() -> None:
+        options = {**OPTIONS, "max_adapters": 1, "pooling": "last"}
+        async with AsyncLLM(str(DEMO_MODEL), **options) as llm:
+            for name, folder in names.items():
+                await llm.load_adapter(name, folder)
+            before = [(await llm.embed("x", adapter=name))[0].vector for name in names]
+            await llm.sleep("dropped")  # drops adapters, too
+            with pytest.raises(OverloadedError, match="cannot be loaded while the engine sleeps"):
+                await llm.load_adapter("b", names["b"])
+            waiting = asyncio.create_task(llm.embed("x", adapter="a"))
+            await asyncio.sleep(0.05)
+            await llm.wake()
+            assert (await waiting)[0].vector == before[0]
+            both = [llm.embed("x", adapter=name) for name in "abababab"]
+            for name, found in zip(
+                "abababab", await asyncio.gather(*both, return_exceptions=True), strict=True
+            ):
+                if not isinstance(found, OverloadedError):
+                    assert found[0].vector == before["ab".index(name)]  # type: ignore[index]
+            assert (await llm.embed("x", adapter="a"))[0].vector == before[0]
 
     asyncio.run(run())

@@ -283,3 +283,14 @@ def test_a_paused_engine_takes_no_prompts(folders: tuple[Path, Path]) -> None:
     llm.update_weights(folders[1], when="abort")
     llm.resume()
     assert outputs(llm) == outputs(LLM(str(folders[1]), **OPTIONS))
+
+
+def test_a_sleeping_engine_pools_nothing(folders: tuple[Path, Path]) -> None:
+    llm = LLM(str(folders[0]), pooling="last", **OPTIONS)
+    (before,) = llm.embed(PROMPTS[0])
+    llm.sleep("dropped")
+    with pytest.raises(InvalidRequestError, match=r"^engine: is asleep; call wake\(\) first$"):
+        llm.embed(PROMPTS[0])
+    llm.wake()
+    (after,) = llm.embed(PROMPTS[0])
+    assert after.vector == before.vector
