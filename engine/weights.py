@@ -121,6 +121,7 @@ class ServedWeights:
         if not self.keeps_weights:
             self._engine.adapters.clear()
         self._engine.block_pool.reset_prefix_cache()
+        self._engine.forget_encodings()
         logger.info("sleeps; its weights are %s", "kept" if self.keeps_weights else "dropped")
 
     def wake(self) -> bool:

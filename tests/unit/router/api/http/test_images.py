@@ -185,3 +185,21 @@ async def test_a_model_that_reads_text_refuses_images_in_one_line(scene: HttpSce
 async def test_nodes_that_compute_text_only_get_no_images(scene: HttpScene) -> None:
     error = await error_of(scene, CHAT, messages=user(part(FIRST)))
     assert error.endswith("has an image, but the nodes of this model compute text only")
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_outputs_share_a_bound_of_image_bytes(scene: HttpScene) -> None:
+    num_bytes = len(FIRST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.intake.choices.MAX_IMAGE_BYTES", 2 * num_bytes)
+        error = await error_of(scene, CHAT, messages=user(part(FIRST)), n=3)
+        assert error == f"n: must be at most 2 with images of {num_bytes} bytes, got 3"
+        scene.post(CHAT, messages=user(part(FIRST)), n=2)
+        await scene.command(2)
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_a_beam_search_takes_no_images(scene: HttpScene) -> None:
+    beams = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 4}
+    error = await error_of(scene, CHAT, messages=user(part(FIRST)), **beams)
+    assert error == "images: cannot be together with a beam search"
