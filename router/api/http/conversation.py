@@ -87,6 +87,8 @@ async def read_chat_prompt(
     reader.options.check_count("messages", len(found))
     urls = [(field, _url_of(part, field)) for field, part in found]
     files = await request.app[FETCHER].read_files(urls, reader, request[PRINCIPAL].tenant)
+    for _, part in found:
+        part.image_url = None  # a stream keeps its request, and base64 is larger than the file
     return dataclasses.replace(prompt, images=files)
 
 

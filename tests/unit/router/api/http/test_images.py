@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 from typing import Any
 
 import pytest
@@ -203,3 +204,20 @@ async def test_a_beam_search_takes_no_images(scene: HttpScene) -> None:
     beams = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 4}
     error = await error_of(scene, CHAT, messages=user(part(FIRST)), **beams)
     assert error == "images: cannot be together with a beam search"
+
+
+@on_http(images=ImageOptions(max_open_image_bytes=2 * len(FIRST) - 1), encodes_images=True)
+async def test_files_of_open_requests_are_bounded_until_these_end(scene: HttpScene) -> None:
+    reply = scene.post(CHAT, messages=user(part(FIRST)))
+    command = await scene.command()
+    refused = await scene.post(CHAT, messages=user(part(FIRST)))
+    assert refused.status == 429
+    assert "max_open_image_bytes" in (await refused.json())["error"]["message"]
+    scene.say(command, 0, "a", last=FinishReason.STOP)
+    assert (await reply).status == 200
+    del command
+    scene.prefill.commands.clear()
+    scene.decode.commands.clear()
+    gc.collect()
+    scene.post(CHAT, messages=user(part(FIRST)))
+    await scene.command()
