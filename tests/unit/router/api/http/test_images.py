@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gc
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from baton.media.expand import image_digest
 from router.intake.images.image_options import ImageOptions
 from tests.fakes.checkpoints.image_tokenizer import MARKER, image_tokenizer, rows_layout
 from tests.fakes.outside.hostile_images import picture
-from tests.fakes.router.http_scene import HttpScene, events_of, on_http
+from tests.fakes.router.http_scene import HttpScene, events_of, on_http, until
 
 pytestmark = pytest.mark.medium
 
@@ -218,6 +217,7 @@ async def test_files_of_open_requests_are_bounded_until_these_end(scene: HttpSce
     del command
     scene.prefill.commands.clear()
     scene.decode.commands.clear()
-    gc.collect()
-    scene.post(CHAT, messages=user(part(FIRST)))
-    await scene.command()
+    scene.dispatcher.calls.clear()
+    reader = scene.intake.reader.images
+    assert reader is not None
+    await until(lambda: not reader.open.num_bytes)
