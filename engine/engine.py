@@ -236,6 +236,11 @@ class Engine:
         return self._scheduler.has_work
 
     @property
+    def awaits_pixels(self) -> bool:
+        """Return whether some request waits until its images are decoded."""
+        return self.images.is_busy or bool(self._scheduler.images.wanted)
+
+    @property
     def awaits_masks(self) -> bool:
         """Return whether all running requests wait for masks: schedule again at once.
 
@@ -244,13 +249,18 @@ class Engine:
         return self._scheduler.awaits_masks
 
     def rename_cache(self, compatibility: Mapping[str, str]) -> None:
-        """Forget all cached KV, as what KV depends on has changed; call while no request is open.
+        """Forget cached KV and encodings, as the weights have changed; call without open requests.
 
         Args:
             compatibility: properties that KV depends on from now on.
         """
         self.compatibility = compatibility
         self._scheduler.kv_cache_manager.rename(cache_namespace(compatibility))
+        self.forget_encodings()
+
+    def forget_encodings(self) -> None:
+        """Forget the encodings of images; call while no request is open."""
+        self._scheduler.images.forget_all()
 
     def limit_stretch(self, limit: float | None) -> None:
         """Limit the time of steps that decode and compute prompts, relative to decode-only steps.

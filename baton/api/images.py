@@ -39,7 +39,7 @@ class ImageSpan(msgspec.Struct, frozen=True, gc=False):
         return self.first + self.num_tokens
 
 
-class PromptImage(msgspec.Struct, frozen=True, gc=False):
+class PromptImage(msgspec.Struct, frozen=True, weakref=True):
     """An image of a prompt, as commands carry it.
 
     Attributes:

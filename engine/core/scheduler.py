@@ -69,7 +69,8 @@ class Scheduler:
         counters: counts of all work since the start.
         failures: ids of requests that cannot go on, and why. The reader aborts those still open,
             and empties the list.
-        handed_back: requests that were preempted and therefore ended; the reader empties the list.
+        handed_back: requests that ended because another node must compute them; the reader empties
+            the list.
         drafts: drafts for later steps.
         masks: computes the masks of grammars between steps.
         images: chooses the images that each step encodes.
@@ -524,6 +525,10 @@ class Scheduler:
                 break
             self._room.pop()
             request.num_computed_tokens = num_cached
+            if request.images is not None and not request.images.may_compute_from(num_cached):
+                # The cached blocks of its images have left since it came without files.
+                self._hand_back(request)
+                continue
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_cached
                 self.counters.note_lookup(request)
@@ -633,8 +638,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.counters.preempted[sign_of(request.priority)] += 1
         if self._hands_back or (request.images is not None and not request.images.files):
-            self._finish(request, RequestStatus.FINISHED_ABORTED)
-            self.handed_back.append(request)
+            self._hand_back(request)
             return
         self.kv_cache_manager.free(request)
         self._leave_batch(request)
@@ -642,6 +646,11 @@ class Scheduler:
         if request.images is not None:
             self.images.start_again(request)
         self._room.put_back(request)
+
+    def _hand_back(self, request: Request) -> None:
+        """End a request that another node must compute."""
+        self._finish(request, RequestStatus.FINISHED_ABORTED)
+        self.handed_back.append(request)
 
     def _note_prompt_computed(
         self, request: Request, start: int, num_tokens: int, logprobs: Mapping[str, PromptLogprobs]

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 # A photograph of 50 megapixels takes some seconds. Decoding it and changing the numbers' type need
 # several copies of the image in memory.
 LIMITS = WorkLimits(cpu_s=20.0, wall_s=60.0, memory_bytes=3 * 2**30)
-# No more images are processed while the pixel values of open prompts take this much memory.
+# No more prompts begin while the pixel values of open prompts take this much memory, those that are
+# being made included.
 MAX_OPEN_BYTES = 2**30
 # Pixel values that are kept for later prompts with the same image.
 MAX_KEPT_BYTES = 256 * 2**20
@@ -61,6 +62,8 @@ class PixelMaker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[PromptImages] = deque()
         self._making: dict[bytes, list[PromptImages]] = {}  # prompts that wait, by digest
+        self._num_tokens: dict[bytes, int] = {}  # of the images in `_making`
+        self._bytes_per_token = 0.0  # most bytes of pixel values so far; 0: no image was made yet
         self._gathered: dict[PromptImages, dict[bytes, ImagePixels]] = {}
         self._results: deque[tuple[bytes, Outcome]] = deque()  # written by the loop's thread
         self._has_answered = threading.Event()
@@ -111,11 +114,12 @@ class PixelMaker:
 
     def _begin_more(self) -> None:
         """Start processing the images of waiting prompts, as long as memory is left."""
-        while self._waiting and self._open_bytes() < MAX_OPEN_BYTES:
+        while self._waiting and self._has_memory():
             images = self._waiting.popleft()
             if not images.users:  # all its requests have ended
                 continue
             self._gathered[images] = {}
+            num_tokens = {span.digest: span.num_tokens for span in images.spans}
             for digest, file in images.files.items():
                 pixels = self._alive.get(digest)
                 if pixels is not None:
@@ -124,6 +128,7 @@ class PixelMaker:
                     self._making[digest].append(images)
                 else:
                     self._making[digest] = [images]
+                    self._num_tokens[digest] = num_tokens[digest]
                     self._begin(digest, file)
             self._finish_if_all(images)
 
@@ -135,6 +140,13 @@ class PixelMaker:
             return
         asyncio.run_coroutine_threadsafe(self._make(digest, file), loop)
 
+    def _has_memory(self) -> bool:
+        """Return whether another prompt may begin."""
+        if self._making and not self._bytes_per_token:
+            return False  # the first image shows how large the others will be
+        expected = sum(self._num_tokens.values()) * self._bytes_per_token
+        return self._open_bytes() + expected < MAX_OPEN_BYTES
+
     def _open_bytes(self) -> int:
         return sum(
             pixels.num_bytes for digest, pixels in self._alive.items() if digest not in self._kept
@@ -142,8 +154,10 @@ class PixelMaker:
 
     def _share(self, digest: bytes, outcome: Outcome) -> None:
         """Give an image's pixel values to all prompts that wait for them."""
-        prompts = self._making.pop(digest)
+        prompts, num_tokens = self._making.pop(digest), self._num_tokens.pop(digest)
         if isinstance(outcome, ImagePixels):
+            size = outcome.num_bytes / num_tokens
+            self._bytes_per_token = max(self._bytes_per_token, size)
             self._alive[digest] = outcome
             self._keep(digest, outcome)
         for images in prompts:
@@ -188,6 +202,9 @@ class PixelMaker:
             outcome = error
         except (OSError, RuntimeError) as error:
             outcome = OverloadedError(f"images: {error}")
+        except Exception:  # otherwise the image's prompts would wait for ever
+            logger.exception("the pixel values of an image cannot be made")
+            outcome = OverloadedError("images: a file could not be decoded here; try again")
         self._results.append((digest, outcome))
         self._has_answered.set()
         self.on_ready()

@@ -518,7 +518,7 @@ class AsyncLLM:
         engine = self.engine
         if self._is_idle() or (self._llm.is_paused and engine.requests):
             return False
-        self._llm._step()
+        self._llm._step(waits=False)  # the thread wakes when images are decoded
         self._tell()
         return engine.has_work or engine.step_in_flight
 

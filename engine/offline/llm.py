@@ -174,7 +174,7 @@ class LLM:
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
-            while self.engine.has_work or self.engine.images.is_busy:
+            while self.engine.has_work or self.engine.awaits_pixels:
                 advance(self._step())
         return [answer.completion() for answer in answers]
 
@@ -545,7 +545,8 @@ class LLM:
         if how is WhenOpen.ABORT:
             for request_id in list(self._answers):
                 self.abort_answer(request_id)
-        while self.engine.has_work or self.engine.step_in_flight:
+        engine = self.engine
+        while engine.has_work or engine.step_in_flight or engine.awaits_pixels:
             self._step()
 
     def _check_awake(self) -> None:
@@ -595,12 +596,15 @@ class LLM:
             answer.end_early()
             self._end(request_id)
 
-    def _step(self) -> int:
+    def _step(self, *, waits: bool = True) -> int:
         """Run a step and pass its outputs to their answers; return how many requests ended.
 
         An unexpected error is dumped to a file and ends the engine.
+
+        Args:
+            waits: whether to wait for images if nothing else can be computed.
         """
-        if not self.engine.has_work:
+        if waits and not self.engine.has_work:
             self.engine.images.wait()
         if self._dead:
             raise EngineDeadError("the engine has failed before; make a new LLM")

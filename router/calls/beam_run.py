@@ -65,6 +65,8 @@ def begin_search(
     """
     params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
     assert beams is not None
+    if call.images:  # each beam's each token would send the files again
+        raise InvalidRequestError("images", "cannot be together with a beam search")
     check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
     ends = frozenset(params.stop_token_ids)
     if not params.ignore_eos:

@@ -21,6 +21,8 @@ from router.intake.intake import Intake
 from router.intake.prompt_reader import Prompt
 
 MAX_OUTPUTS = 1024
+# Most bytes of images in the commands of one request: each output's command has all its images.
+MAX_IMAGE_BYTES = 128 * 2**20
 
 Item = TypeVar("Item")
 
@@ -29,6 +31,17 @@ def check_num_outputs(field: str, num_outputs: int) -> None:
     """Raise InvalidRequestError, naming the prompt's field, if this number is not allowed."""
     if not 1 <= num_outputs <= MAX_OUTPUTS:
         raise InvalidRequestError(field, f"must make 1 to {MAX_OUTPUTS} outputs, got {num_outputs}")
+
+
+def check_image_bytes(call: Call, num_outputs: int) -> None:
+    """Raise InvalidRequestError if the outputs' commands would carry too many bytes of images."""
+    num_bytes = sum(len(image.data) for image in call.images)
+    if num_outputs * num_bytes > MAX_IMAGE_BYTES:
+        raise InvalidRequestError(
+            "n",
+            f"must be at most {MAX_IMAGE_BYTES // num_bytes} with images of {num_bytes} bytes, "
+            f"got {num_outputs}",
+        )
 
 
 async def accept_choices(
@@ -58,6 +71,7 @@ async def accept_choices(
         first = dataclasses.replace(params, n=1, seed=seed)
         checked = await intake.accept(prompt, first, terms, request_id)
         checked = dataclasses.replace(checked, request_id=choice_request_id(request_id, len(calls)))
+        check_image_bytes(checked, params.n)
         if terms.beams is not None:
             run = intake.search_beams(checked, params.n)
             calls += [

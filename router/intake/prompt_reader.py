@@ -212,7 +212,7 @@ class PromptReader:
             principal: the client whose prompt this is.
             add_special_tokens: whether a text gets the checkpoint's special tokens.
 
-        Raises the errors of `Texts.encode` and `ImageReader.read_sizes`.
+        Raises the errors of `Texts.encode`, `OpenImages.reading` and `ImageReader.read_sizes`.
         """
         if isinstance(prompt, ReadPrompt):
             return prompt
@@ -225,9 +225,13 @@ class PromptReader:
         reader = self.image_reader(images[0].field)
         if isinstance(prompt, ChatPrompt):
             check_markers(prompt.messages, reader.layout)
-        sized = await reader.read_sizes(images, caller=principal.tenant)
-        token_ids = await self._encode(text, principal, add_special_tokens)
-        return ReadPrompt(*await reader.expand(token_ids, sized))
+        caller = principal.tenant
+        with reader.open.reading(sum(len(image.data) for image in images), caller):
+            sized = await reader.read_sizes(images, caller=caller)
+            token_ids = await self._encode(text, principal, add_special_tokens)
+            token_ids, placed = await reader.expand(token_ids, sized)
+        reader.open.hold(placed, caller)
+        return ReadPrompt(token_ids, placed)
 
     async def tokenize(
         self,

@@ -92,6 +92,13 @@ class ImageSteps:
         if request.num_computed_tokens >= images.end:
             images.remove_user(request.request_id)
 
+    def forget_all(self) -> None:
+        """Drop all encodings, as the workers may have lost them; call while no request is open."""
+        self._encode.clear()
+        for digest in list(self.cache):
+            self.cache.remove(digest)
+            self._forget.append(digest)
+
     # ------------------------------------------------------------------ a step
 
     def begin_step(self) -> None:

@@ -58,8 +58,11 @@ class Encodings:
             if problem := self._encode(image):
                 failed[image.digest] = problem
         seconds = time.monotonic() - began_at if step.encode else 0.0
-        # A request whose image has failed ends after this step.
         placed = [one for one in step.placed if one.digest in self._kept]
+        # A request whose image has failed, or is missing, ends after this step.
+        for one in step.placed:
+            if one.digest not in self._kept:
+                failed.setdefault(one.digest, "its encoding is missing")
         return ReadImages(tuple(map(self._rows_of, placed)), failed, seconds)
 
     def _encode(self, image: EncodeImage) -> str:

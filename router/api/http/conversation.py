@@ -14,6 +14,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from baton.api.thinking import Thinking, check_budget
 from baton.text.chat_template import ChatTemplate
+from router.api.http.exchange import PRINCIPAL
 from router.api.http.sampling import asked_format, asks_for_output
 from router.api.http.schema import (
     MAX_SHOWN_CHARS,
@@ -85,7 +86,9 @@ async def read_chat_prompt(
     reader = served.intake.reader.image_reader(found[0][0])
     reader.options.check_count("messages", len(found))
     urls = [(field, _url_of(part, field)) for field, part in found]
-    files = await request.app[FETCHER].read_files(urls, reader)
+    files = await request.app[FETCHER].read_files(urls, reader, request[PRINCIPAL].tenant)
+    for _, part in found:
+        part.image_url = None  # a stream keeps its request, and base64 is larger than the file
     return dataclasses.replace(prompt, images=files)
 
 

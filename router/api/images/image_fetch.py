@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import weakref
 from collections.abc import Sequence
 
 import aiohttp
@@ -21,6 +22,8 @@ from router.intake.images.image_options import ImageOptions
 from router.intake.images.image_reader import ImageFile, ImageReader
 
 MAX_FETCHES = 16  # most fetches at once, for all callers together
+# Hosts that never answer must not keep other tenants' images waiting.
+MAX_FETCHES_OF_CALLER = 8  # most fetches at once for one tenant
 _PIECE_BYTES = 2**16
 _MAX_HEADER_BYTES = 8_190
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-Encoding": "identity"}
@@ -61,15 +64,20 @@ class ImageFetcher:
         self.options = options or ImageOptions()
         self._hosts = ImageHosts(self.options.image_hosts)
         self._turns = asyncio.Semaphore(MAX_FETCHES)
+        # Of callers that fetch now or wait for a turn.
+        self._turns_of: weakref.WeakValueDictionary[str, asyncio.Semaphore] = (
+            weakref.WeakValueDictionary()
+        )
 
     async def read_files(
-        self, urls: Sequence[tuple[str, str]], reader: ImageReader
+        self, urls: Sequence[tuple[str, str]], reader: ImageReader, caller: str = ""
     ) -> list[ImageFile]:
         """Return the image files of a request.
 
         Args:
             urls: the client's field and the URL of each image, in order.
             reader: has the model's limits.
+            caller: the tenant whose request this is.
 
         Raises:
             InvalidRequestError: a URL or its file is refused.
@@ -80,17 +88,18 @@ class ImageFetcher:
             if is_data_url(url):
                 data = decode_data_url(url, field, reader.options, num_bytes)
             else:
-                data = await self.fetch(url, field, num_bytes)
+                data = await self.fetch(url, field, num_bytes, caller)
             num_bytes += len(data)
             files.append(ImageFile(data, field))
         return files
 
-    async def fetch(self, url: str, field: str, num_before: int = 0) -> bytes:
+    async def fetch(self, url: str, field: str, num_before: int = 0, caller: str = "") -> bytes:
         """Return the file at a URL.
 
         Args:
             field: the client's field that has the URL, for errors.
             num_before: bytes of the request's images before this one.
+            caller: the tenant whose request this is.
 
         Raises:
             InvalidRequestError: the URL may not be fetched, or the file did not come as a whole
@@ -101,8 +110,9 @@ class ImageFetcher:
                 field, "must be a data URL: this server fetches no images (--image-hosts)"
             )
         timeout_s = self.options.image_timeout_s
+        turns = self._turns_of.setdefault(caller, asyncio.Semaphore(MAX_FETCHES_OF_CALLER))
         try:
-            async with asyncio.timeout(timeout_s), self._turns:
+            async with asyncio.timeout(timeout_s), turns, self._turns:
                 pinned = await self._hosts.resolve(url, field)
                 return await self._get(pinned, field, num_before)
         except TimeoutError:

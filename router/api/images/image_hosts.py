@@ -150,7 +150,7 @@ class ImageHosts:
             return False
         if any(address in network for network in self._networks):
             return True
-        return all(one.is_global and not one.is_multicast for one in _with_embedded(address))
+        return all(map(_is_public, _with_embedded(address)))
 
 
 def _look_up(host: str, port: int) -> list[str]:
@@ -161,6 +161,15 @@ def _look_up(host: str, port: int) -> list[str]:
 
 # NAT64: the last 32 bits are an IPv4 address.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Public hosts of IPv6. Python counts more as global, such as site-local addresses and the NAT64
+# prefixes that a site chooses for itself (RFC 8215).
+_PUBLIC_V6 = ipaddress.ip_network("2000::/3")
+
+
+def _is_public(address: Address) -> bool:
+    if not address.is_global or address.is_multicast:
+        return False
+    return address.version == 4 or address in _PUBLIC_V6 or address in _NAT64
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:

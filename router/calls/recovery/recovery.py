@@ -190,6 +190,8 @@ class Recovery:
 
     def close(self) -> None:
         """Note that the call has ended."""
+        # Without this cycle, the call's images are freed now, and not at some collection.
+        self._remaining_s = _no_time
         if self._suspicion is not None:
             self._suspicion.note_ended()
 
@@ -251,3 +253,8 @@ class Recovery:
             return
         prefill.health.note_failure(decode.engine_id, error.message)
         decode.health.note_failure(prefill.engine_id, error.message)
+
+
+def _no_time() -> float:
+    """Return the seconds that an ended call has left."""
+    return 0.0

@@ -22,6 +22,12 @@ class ImageOptions:
         most=MOST_BYTES,
         help="Most bytes of an image file, and of all image files of a request together.",
     )
+    max_open_image_bytes: int = option(
+        4 * 2**30,
+        least=1,
+        help="Most bytes of the image files of all open requests; more requests with images are "
+        "refused until others end. One tenant may have half of them.",
+    )
     max_image_pixels: int = option(
         2**25,
         least=1,

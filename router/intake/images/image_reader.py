@@ -19,6 +19,7 @@ from baton.media.expand import SizedFile, expand_images
 from baton.media.image_header import ImageHeader
 from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
 from router.intake.images.image_options import ImageOptions
+from router.intake.images.open_images import OpenImages
 
 # Pillow needs two canvases of 4 bytes per pixel to read the header of a WebP file.
 _BYTES_PER_PIXEL = 8
@@ -46,11 +47,13 @@ class ImageReader:
 
     Attributes:
         layout, options: see the arguments.
+        open: bytes of the files of open requests.
     """
 
     def __init__(self, layout: ImageLayout, options: ImageOptions | None = None) -> None:
         self.layout = layout
         self.options = options or ImageOptions()
+        self.open = OpenImages(self.options.max_open_image_bytes)
         limits = WorkLimits(
             **_LIMITS,
             memory_bytes=64 * 2**20

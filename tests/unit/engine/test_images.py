@@ -193,6 +193,42 @@ def test_an_encoding_without_numbers_ends_its_requests_alone(engine: Engine) -> 
     assert len(worker_of(engine.executor).runner.encodings) == 2
 
 
+def test_other_weights_encode_images_again(engine: Engine) -> None:
+    encoder = encoder_of(engine)
+    run(engine, request_of("a", PROMPT))
+    engine.rename_cache({**engine.compatibility, "weights": "new"})
+    worker_of(engine.executor).runner.encodings._kept.clear()  # a new runner has none
+    assert run(engine, request_of("b", PROMPT))["b"] == expected(PROMPT)
+    assert encoder.num_encoded == 4
+
+
+def test_a_missing_encoding_ends_its_request(engine: Engine) -> None:
+    encoder_of(engine)
+    run(engine, request_of("a", [A, range(5)]))
+    worker_of(engine.executor).runner.encodings._kept.clear()
+    assert run(engine, request_of("b", [range(5), A]))["b"] == []
+    ((_, error),) = engine.take_failures()
+    assert str(error) == "images[0]: its encoding is missing"
+    assert run(engine, request_of("c", [range(5), A]))["c"] == expected([range(5), A])
+
+
+def test_a_request_without_files_is_handed_back_if_its_cached_images_leave(engine: Engine) -> None:
+    encoder_of(engine)
+    run(engine, request_of("a", PROMPT))
+    request = request_of("b", PROMPT)
+    assert request.images is not None
+    request.images.files, request.images.pixels = {}, None
+    assert request.images.may_compute_from(engine.num_usable_cached_tokens(request))
+    num_free = engine.block_pool.num_free
+    engine.add_request(request)
+    engine.block_pool.reset_prefix_cache()
+    engine.step()
+    engine.check()
+    assert engine.take_handed_back() == [request]
+    assert not engine.requests
+    assert engine.block_pool.num_free == num_free
+
+
 def test_images_that_do_not_fit_their_prompt_are_refused() -> None:
     def refusal(span: ImageSpan) -> str:
         with pytest.raises(InvalidRequestError) as caught:

@@ -87,3 +87,30 @@ def test_prompts_share_the_pixel_values_of_an_image(maker: PixelMaker) -> None:
     later = prompt(b"1,2")
     maker.submit(later)
     assert maker.take_ready() == [(later, None)], "kept for later prompts"
+
+
+def test_prompts_that_come_at_once_take_turns_in_memory(
+    maker: PixelMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.images.pixel_maker.MAX_OPEN_BYTES", 2_000)
+    monkeypatch.setattr("engine.images.pixel_maker.MAX_KEPT_BYTES", 0)
+    prompts = [prompt(file_of([number] * 100)) for number in range(12)]  # 800 bytes each
+    for one in prompts:
+        maker.submit(one)
+    num_done = 0
+    while num_done < len(prompts):
+        maker.wait()
+        ready = maker.take_ready()
+        assert sum(one.pixels is not None for one in prompts) <= 3
+        for one, _ in ready:
+            one.remove_user("a")
+        num_done += len(ready)
+
+
+def test_an_answer_that_cannot_be_read_ends_its_prompt(
+    maker: PixelMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.images.pixel_maker.read_answer", lambda answer: 1 // 0)
+    assert make_all(maker, [prompt(b"1")]) == [
+        "images: a file could not be decoded here; try again"
+    ]

@@ -16,7 +16,7 @@ import pytest
 
 from baton.api.errors import ConfigError, InvalidRequestError
 from baton.processes.worker_template import resident_memory_bytes
-from router.api.images.image_fetch import ImageFetcher
+from router.api.images.image_fetch import MAX_FETCHES_OF_CALLER, ImageFetcher
 from router.api.images.image_hosts import ImageHosts
 from router.intake.images.image_options import ImageOptions
 from tests.fakes.outside.hostile_images import hostile_files
@@ -35,7 +35,7 @@ PRIVATE = (
     "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "240.0.0.1", "192.0.2.1",
     "198.18.0.1", "::1", "::", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "fe80::1", "fc00::1",
     "fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::",
-    "2001:db8::1", "fe80::1%lo",
+    "2001:db8::1", "fe80::1%lo", "fec0::1", "64:ff9b:1::a00:1", "::7f00:1",
 )  # fmt: skip
 UNREADABLE = (
     "", "x", "//a.example/a", "/etc/passwd", "file:///etc/passwd", "ftp://a.example/a", "gopher://a",
@@ -184,6 +184,27 @@ def test_a_host_that_misbehaves_is_cut_off(path: str, error: str) -> None:
             assert error in await refusal(ImageFetcher(options), url)
             assert host.paths == [path]  # no redirect was followed
             assert host.num_sent < 2**24
+
+    asyncio.run(run())
+
+
+def test_hosts_that_never_answer_delay_only_their_own_tenant() -> None:
+    async def run() -> None:
+        async with ImageHost().running() as host:
+            listed = f"localhost:{host.port}, 127.0.0.0/8, ::1"
+            fetcher = ImageFetcher(ImageOptions(image_hosts=listed, image_timeout_s=5))
+            url = f"http://localhost:{host.port}"
+            slow = [
+                asyncio.create_task(fetcher.fetch(f"{url}/slow", "image", caller="a"))
+                for _ in range(20)
+            ]
+            while host.paths.count("/slow") < MAX_FETCHES_OF_CALLER:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert await fetcher.fetch(f"{url}/a.png", "image", caller="b") == PICTURE
+            assert host.paths.count("/slow") == MAX_FETCHES_OF_CALLER
+            for task in slow:
+                task.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
 
     asyncio.run(run())
 

@@ -13,7 +13,7 @@ from baton.media.expand import image_digest
 from router.intake.images.image_options import ImageOptions
 from tests.fakes.checkpoints.image_tokenizer import MARKER, image_tokenizer, rows_layout
 from tests.fakes.outside.hostile_images import picture
-from tests.fakes.router.http_scene import HttpScene, events_of, on_http
+from tests.fakes.router.http_scene import HttpScene, events_of, on_http, until
 
 pytestmark = pytest.mark.medium
 
@@ -185,3 +185,39 @@ async def test_a_model_that_reads_text_refuses_images_in_one_line(scene: HttpSce
 async def test_nodes_that_compute_text_only_get_no_images(scene: HttpScene) -> None:
     error = await error_of(scene, CHAT, messages=user(part(FIRST)))
     assert error.endswith("has an image, but the nodes of this model compute text only")
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_outputs_share_a_bound_of_image_bytes(scene: HttpScene) -> None:
+    num_bytes = len(FIRST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.intake.choices.MAX_IMAGE_BYTES", 2 * num_bytes)
+        error = await error_of(scene, CHAT, messages=user(part(FIRST)), n=3)
+        assert error == f"n: must be at most 2 with images of {num_bytes} bytes, got 3"
+        scene.post(CHAT, messages=user(part(FIRST)), n=2)
+        await scene.command(2)
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_a_beam_search_takes_no_images(scene: HttpScene) -> None:
+    beams = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 4}
+    error = await error_of(scene, CHAT, messages=user(part(FIRST)), **beams)
+    assert error == "images: cannot be together with a beam search"
+
+
+@on_http(images=ImageOptions(max_open_image_bytes=2 * len(FIRST) - 1), encodes_images=True)
+async def test_files_of_open_requests_are_bounded_until_these_end(scene: HttpScene) -> None:
+    reply = scene.post(CHAT, messages=user(part(FIRST)))
+    command = await scene.command()
+    refused = await scene.post(CHAT, messages=user(part(FIRST)))
+    assert refused.status == 429
+    assert "max_open_image_bytes" in (await refused.json())["error"]["message"]
+    scene.say(command, 0, "a", last=FinishReason.STOP)
+    assert (await reply).status == 200
+    del command
+    scene.prefill.commands.clear()
+    scene.decode.commands.clear()
+    scene.dispatcher.calls.clear()
+    reader = scene.intake.reader.images
+    assert reader is not None
+    await until(lambda: not reader.open.num_bytes)
