@@ -5,6 +5,7 @@ Refuses to know: prompts, when an encoding may be dropped.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from engine.core.images.image_plan import EncodeImage, PixelArray, PlacedImage, StepImages
 from models.base import CausalLM, ImageRows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,13 @@ class Encodings:
         encoder = self._model.vision
         if encoder is None:
             return "this model has no encoder of images"
-        pixels = {array.name: self._to_tensor(array) for array in image.pixels}
-        embeddings = encoder.encode(pixels)  # [num_embeddings, width]
+        try:
+            pixels = {array.name: self._to_tensor(array) for array in image.pixels}
+            embeddings = encoder.encode(pixels)  # [num_embeddings, width]
+        except (RuntimeError, ValueError, IndexError) as error:
+            # One client's image must not end the engine, which serves others.
+            logger.exception("an image cannot be encoded")
+            return f"the encoder failed: {type(error).__name__}"
         if len(embeddings) != image.num_embeddings:
             found, wanted = len(embeddings), image.num_embeddings
             return f"the encoder made {found} embeddings, but the prompt has room for {wanted}"

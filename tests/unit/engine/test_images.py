@@ -193,6 +193,16 @@ def test_an_encoding_without_numbers_ends_its_requests_alone(engine: Engine) -> 
     assert len(worker_of(engine.executor).runner.encodings) == 2
 
 
+def test_an_encoder_that_raises_ends_its_request_alone(engine: Engine) -> None:
+    encoder_of(engine)
+    outputs = run(
+        engine, request_of("a", [range(5), file_of([3, 10**9, 4])]), request_of("b", PROMPT)
+    )
+    ((name, error),) = engine.take_failures()
+    assert (name, str(error)) == ("a", "images[0]: the encoder failed: IndexError")
+    assert outputs["b"] == expected(PROMPT)
+
+
 def test_other_weights_encode_images_again(engine: Engine) -> None:
     encoder = encoder_of(engine)
     run(engine, request_of("a", PROMPT))
