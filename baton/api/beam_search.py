@@ -66,6 +66,12 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         widest = MAX_LOGPROBS - len(self.end_token_ids)
+        if widest < 1:
+            raise InvalidRequestError(
+                "stop_token_ids",
+                f"must leave fewer than {MAX_LOGPROBS} end tokens in a beam search, the model's "
+                f"included, got {len(self.end_token_ids)}",
+            )
         for name, value, limit in (
             ("beam_width", self.beam_width, widest),
             ("max_tokens", self.max_tokens, 2**31 - 1),

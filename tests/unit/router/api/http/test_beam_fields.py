@@ -28,6 +28,7 @@ BEAMS = {"use_beam_search": True, "n": 2}
         ({"n": 3, "best_of": 2}, "n: must be at most the 2 beams, got 3"),
         ({"best_of": 21}, "best_of: must be a whole number from 1 to 20, got 21"),
         ({"n": 0}, "n: must be"),
+        ({"stop_token_ids": list(range(1, 26))}, "stop_token_ids: must leave fewer than 20 end"),
         ({"length_penalty": 11}, "length_penalty: must be a number from -10 to 10, got 11"),
         ({"early_stopping": "now"}, "early_stopping: "),
         ({"use_beam_search": False, "length_penalty": 2}, "length_penalty: needs use_beam_search"),
