@@ -56,7 +56,7 @@ _BATCH_LIMITS = {
 class EngineConfig:
     """An engine's options, checked when created; raises ConfigError naming the field.
 
-    None means that machine and model decide. For batch limits that may be 0, 0 means this too.
+    None lets machine and model decide; so does 0 for batch limits that may be 0.
     """
 
     dtype: str = option(

@@ -1,4 +1,4 @@
-"""Access: decides who a caller is, and whether this principal may make the call.
+"""Access: identifies callers and decides which calls they may make.
 
 All gRPC calls, HTTP paths and metrics pages ask here first. This file knows neither gRPC nor HTTP.
 
@@ -98,7 +98,8 @@ class Access:
         self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
 
     def note_names(self, names: Callable[[], Sequence[str]]) -> None:
-        """Note a function that returns the served models' names, the default model's name first."""
+        """Set the function that returns the served models' names, the default model's name first.
+        """
         self._names = names
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:

@@ -98,7 +98,7 @@ def make_embedding(
 ) -> array[float]:
     """Return a pooled hidden state as an embedding.
 
-    Cutting it to its first dimensions is from Kusupati et al., arXiv:2205.13147.
+    The method of keeping only the first dimensions is from Kusupati et al., arXiv:2205.13147.
 
     Args:
         numbers: the pooled hidden state.

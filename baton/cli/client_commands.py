@@ -168,7 +168,7 @@ def chat(
                         model=served_name,
                     )
                     num_failed += not _answer(ask, messages, text)
-    if num_failed and not sys.stdin.isatty():  # fail in scripts; people have read the error
+    if num_failed and not sys.stdin.isatty():  # exit code for scripts; people have read the error
         raise typer.Exit(1)
 
 

@@ -2,8 +2,8 @@
 
 Nodes may also run where Ray places them. Native kernels are built before nodes start, so that one
 process builds them and none waits. The deployment then starts the processes and waits until all
-pairs are connected. All processes end with it in any case: they hold a pipe of this process, which
-breaks even at kill -9.
+pairs are connected. All processes end when this process ends: they hold a pipe of this process,
+which breaks even at kill -9.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NODE_MODULES = (
     "pydantic.type_adapter",
     "uvloop",
 )
-# Loads the part of a model that all nodes share.
+# Function that loads the part of a model that all nodes share.
 NODE_LOAD = "node_runtime.early_grammars:load_early_tokenizer"
 
 
@@ -84,8 +84,8 @@ class LocalDeploymentConfig:
         tls_folder: certificates in the form of `baton certs dev`, which all callers need; None: no
             TLS.
         insecure: whether to listen beyond loopback without TLS or authentication.
-        ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the one
-            in RAY_ADDRESS, or a new one on this machine; None: no Ray.
+        ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the
+            cluster in RAY_ADDRESS, or a new cluster on this machine; None: no Ray.
         lend_cores: whether nodes compute on each other's idle cores.
     """
 
@@ -116,7 +116,7 @@ class LocalDeploymentConfig:
 
     @property
     def nodes(self) -> list[tuple[str, str, str]]:
-        """Role, name and base model of each node; numbers run on over the base models."""
+        """Role, name and base model of each node; node numbers continue over the base models."""
         found = []
         for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             found += [
@@ -344,7 +344,7 @@ class LocalDeployment:
         return new
 
     def stop(self) -> None:
-        """End all processes; a second Ctrl-C kills those that take long."""
+        """End all processes; a second Ctrl-C kills the processes that still run."""
         try:
             self._stop_gracefully()
         except KeyboardInterrupt:
@@ -435,7 +435,7 @@ class LocalDeployment:
             )  # fmt: skip
 
     def _core_locks(self, cores: Sequence[Sequence[int]], num_ranks: Sequence[int]) -> str:
-        """Return the folder of locks by which nodes lend cores; empty if nodes lend none.
+        """Return the folder of locks for sharing idle cores; empty if nodes share none.
 
         Args:
             cores: each node's cores.
@@ -502,7 +502,8 @@ class LocalDeployment:
         }
 
     def _make_template(self, num_threads: int) -> ProgramTemplate:
-        """Start the template of nodes that lend cores; each node has this many threads."""
+        """Start the process that forks nodes, each with ``num_threads`` threads.
+        """
         environment = THREAD_VARIABLES | self._environment()
         environment["OMP_NUM_THREADS"] = str(num_threads)
         return ProgramTemplate(
@@ -516,9 +517,9 @@ class LocalDeployment:
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the nodes' template; None if no template can fork.
+        """Fork a node from the template process; None if no template process can fork.
 
-        Once all nodes are ready, the template is gone: a restarted node imports all modules
+        The template process ends once all nodes are ready; a restarted node imports all modules
         itself.
         """
         if self._template is None:
@@ -550,7 +551,8 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """Return the tokens of router and nodes; with any credentials, missing tokens are random."""
+    """Return the router's and nodes' tokens; missing ones are random if any credentials are used.
+    """
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),

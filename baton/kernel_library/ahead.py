@@ -194,7 +194,7 @@ def find_packaged_libraries() -> Path | None:
 
 
 class _UnsuitableError(BuildError):
-    """A folder has no library for this CPU, or other sources than these were compiled."""
+    """A folder has no library for this CPU, or its libraries were built from other sources."""
 
 
 @dataclass(frozen=True, slots=True)

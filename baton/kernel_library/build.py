@@ -1,10 +1,10 @@
 """Builds the C sources into a shared library in the user's cache, with the system's compiler.
 
 Each version of sources, compiler, flags and CPU has a library of its own. A lock on the cache
-folder (flock) lets one process build while others wait. Finished files are renamed into place. Who
-can write such a file could run code here, so folder and file must belong to this user alone, and
-are opened by descriptor. If the cache is not writable, a folder for temporary files is used. Knows
-nothing of the functions in the library.
+folder (flock) lets one process build while others wait. Finished files are renamed into place.
+Users who can write such a file could run code here, so folder and file must belong to this user
+alone, and are opened by descriptor. If the cache is not writable, a folder for temporary files is
+used. Knows nothing of the functions in the library.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
         """Return the layer slots of a group that a stage has, in order.
 
-        A single stage also has the unused slots, which make the units of all groups equal.
+        A single stage also has the unused slots, which give the units of all groups one size.
         """
         if self.num_stages == 1:
             return range(group.num_places)
@@ -257,7 +257,8 @@ def difference(own: KVManifest, other: KVManifest) -> str:
 def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return a rank's range of an axis: first index and end.
 
-    All shares are equal if the axis is divisible. Several ranks share an index if there are more.
+    All shares are equal if the axis is divisible. If there are more ranks than indexes, several
+    ranks share an index.
     """
     first = rank * size // num_ranks
     return first, max(first + 1, (rank + 1) * size // num_ranks)

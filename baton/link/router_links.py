@@ -234,7 +234,7 @@ class RouterLinks:
     def _make_link(self, address: str, host: str) -> RouterLink:
         async def on_joined(joined: bool) -> None:
             self._seers.discard(address)
-            if not joined:  # its list of peers is out of date
+            if not joined:  # the router's list of peers is out of date
                 for routers in self._peers.values():
                     routers.discard(address)
             await self._on_joined(any(link.joined for link in self._links.values()))

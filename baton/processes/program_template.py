@@ -26,7 +26,7 @@ import msgspec
 
 from baton.processes.child_processes import PYTHON_MODULE
 
-# Room in the template's command line, where programs write their own for `ps` to show.
+# Bytes reserved in the template's command line, where each program writes its own for `ps`.
 _TITLE_ROOM = " " * 4096
 _MAX_MESSAGE = 2**20
 _POLL_S = 0.05

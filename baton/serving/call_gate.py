@@ -202,8 +202,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # after a message no status could be sent
-                                # Headers first, in case the client does not read the first message.
+                            if not watch.num_sent:  # after a message, no other status could be sent
+                                # Send headers first, in case the client does not read the first
+                                # message.
                                 await raw.send_initial_metadata(())
                             watch.is_sending = True
                             yield response  # resumes when the client's side has accepted it
@@ -222,7 +223,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 self._note(method, context, request)
                 status = "OK"
                 yield response
-            except grpc.aio.BaseError:  # gRPC's own, as when a client disconnected
+            except grpc.aio.BaseError:  # gRPC's own error, as when a client disconnected
                 raise
             except Exception as error:
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"

@@ -148,7 +148,7 @@ class Listener:
         self._idle: dict[Connection, None] = {}
         self._waiting_of: dict[str, dict[Connection, None]] = {}
         self._num_of: dict[str, int] = {}
-        # A connection's unsent bytes, and the time of that count.
+        # Connection -> (number of unsent bytes, time when they were counted).
         self._unsent: dict[Connection, tuple[int, float]] = {}
 
     async def start(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders for which only the token counts, and whether it is the first one.
+# Decoders whose result depends only on the token, and on whether the token comes first.
 _LOCAL = {"Replace", "Metaspace", "WordPiece"}
 _ANCHOR = "x"  # decoded before a token, to see what the token adds
 

@@ -49,7 +49,7 @@ LAYER_STEPS = 60
 # Milliseconds of each burst of the other thread, which then sleeps twice as long.
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
-SWITCH_INTERVALS_MS = (5.0, 0.5)  # CPython's default, and a short one
+SWITCH_INTERVALS_MS = (5.0, 0.5)  # CPython's default, and a short interval
 Figures = dict[str, float]
 REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions lack chunk replay
 

@@ -72,7 +72,7 @@ def time_case(llm: Any, case: Case, seed: int) -> float:
     """Return milliseconds per prompt, or per decode step."""
     from baton.api.sampling_params import SamplingParams
 
-    random.seed(f"{seed} {case.name}")  # no prompt begins as another one
+    random.seed(f"{seed} {case.name}")  # no two prompts share a beginning
     size, count = case.prompt_tokens, case.num_prompts
     prompts = [[random.randrange(100, 20_000) for _ in range(size)] for _ in range(count)]
 

@@ -1,10 +1,10 @@
 """Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
 
-A router, two prefill and two decode nodes with NIXL on this machine, the demo model, a continuous
-load whose right answers are known. Half of the requests ask for one of two LoRA adapters, and an
-operator's third one needs a slot of theirs. After each drill: every request had an end, no token
-was wrong, every block of every node is free again, and no process died that was not told to. The
-numbers of the arrows are those of docs/protocol/README.md.
+A router, two prefill and two decode nodes with NIXL run on this machine. They serve the demo model
+to a continuous load with known answers. Half of the requests ask for one of two LoRA adapters; an
+operator also loads a third adapter, which needs a slot of these two. After each drill, every
+request must have ended, no token may be wrong, every block of every node must be free, and only
+killed processes may have ended. Arrows have their numbers from docs/protocol/README.md.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ async def load_and_unload(site: Site) -> None:
 
 
 async def take_files_away(site: Site) -> None:
-    """Restart all decode nodes without an adapter's files, then bring these back.
+    """Restart all decode nodes without an adapter's files, then bring the files back.
 
     Meanwhile, requests of this adapter are refused, and never answered by the base model.
     """

@@ -124,7 +124,7 @@ def certain_answers(
     """Return each request's answer; None: the answer depends on rounding.
 
     With other requests in the batch, sums are taken in another order. An answer is certain if the
-    engine gives it in company and alone.
+    engine gives the same answer in a batch and alone.
 
     Args:
         names: adapter of each prompt; none: the base model answers all.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Layer in a checkpoint: its name in GGUF, and what its inputs and outputs are.
+# Layer's name in a checkpoint -> (name in GGUF, kind of inputs, kind of outputs).
 LAYERS = {
     "self_attn.q_proj": ("attn_q", "hidden", "queries"),
     "self_attn.k_proj": ("attn_k", "hidden", "keys"),

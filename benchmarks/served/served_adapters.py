@@ -73,7 +73,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Phase:
-    """Outcomes of the time in which requests for adapters came.
+    """Outcomes of one phase with requests for adapters.
 
     Attributes:
         gaps_s: times between two tokens of a request of the base model.
@@ -122,7 +122,7 @@ class Site:
 
 @contextmanager
 def adapters_on_disk(shape: Mapping[str, Any], count: int) -> Iterator[Path]:
-    """Write adapters that differ in two numbers; yield their root. Their folders are numbers."""
+    """Write adapters that differ in two numbers; yield their root. Folder names are numbers."""
     matrices = random_matrices(shape, RANK)
     first = next(iter(matrices.values()))
     with tempfile.TemporaryDirectory(prefix="baton-adapters-") as root:

@@ -1,7 +1,7 @@
 """Leaders: prompts of a request that are computed first, so that others reuse their beginnings.
 
-Prompts that start in the same step each compute the beginning that they share, as none of its
-blocks is cached yet. Once one of them has ended, the others find the blocks in the prefix cache.
+Prompts that start in the same step would each compute their shared beginning, because its blocks
+are not cached yet. Once a leader has ended, the others find the blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def find_leaders(
 ) -> tuple[list[int], list[int]]:
     """Return the indexes of the prompts to compute first, and of all others.
 
-    Of neighbours that share a beginning, the first one leads. A prompt that shares nothing is among
-    the others.
+    Among neighbouring prompts with a shared beginning, the first leads. A prompt without a shared
+    beginning is returned among the others.
 
     Args:
         least: fewest tokens of a shared beginning.

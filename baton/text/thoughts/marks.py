@@ -132,7 +132,8 @@ class ThoughtFinder:
 
         Args:
             must_open: whether the output must begin with a thought (`Thinking`).
-            before_calls: whether the grammar after the thought is of calls in the family's form.
+            before_calls: whether the grammar after the thought describes tool calls in the family's
+                form.
         """
         marks = self._marks
         is_open, is_over = marks.place_of(self.prompt_end(prompt))
