@@ -51,7 +51,7 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
         return shown
     try:
         _, _, key = base64.b64decode(given, validate=True).decode().partition(":")
-    except ValueError:  # refused later as a wrong key
+    except ValueError:  # an invalid header is refused later as a wrong key
         return shown
     return dataclasses.replace(shown, authorization=f"Bearer {key}")
 

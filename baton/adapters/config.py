@@ -29,7 +29,7 @@ _MAX_PATTERNS = 10_000
 _MAX_PATTERN_CHARS = 256
 # PEFT reads keys of patterns as regular expressions. Files of strangers could contain expressions
 # that never end. Patterns without repetition and alternatives match a fixed number of letters.
-_ANY_PREFIX = ".*\\."  # PEFT writes this before some keys, where any prefix is allowed anyway
+_ANY_PREFIX = ".*\\."  # PEFT writes this prefix before some keys, although any prefix matches
 _LETTER = r"(?:[\w.-]|\\\.|\\d)"  # matches one letter
 _PLAIN_PATTERN = re.compile(rf"\^?{_LETTER}+")
 # Settings that do not change what a trained adapter computes.
@@ -101,8 +101,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 @functools.lru_cache(maxsize=2 * _MAX_PATTERNS)
 def _compiled(pattern: str) -> tuple[re.Pattern[str], int, bool]:
-    """Compile a pattern; return it, its number of letters, and whether it matches whole names only.
-    """
+    """Compile a pattern; return it, its number of letters, and whether it matches whole names only."""
     letters = pattern.removeprefix("^")
     return re.compile(letters), len(re.findall(_LETTER, letters)), letters != pattern
 

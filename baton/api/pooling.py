@@ -111,7 +111,7 @@ def make_embedding(
 
 
 def _normalized(numbers: array[float]) -> array[float]:
-    length = max(math.hypot(*numbers), 1e-12)  # as in torch's `normalize`
+    length = max(math.hypot(*numbers), 1e-12)  # the same least length as in torch's `normalize`
     return array("f", [number / length for number in numbers])
 
 

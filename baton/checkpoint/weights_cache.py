@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 FOLDER = "weights"
 DEFAULT_LIMIT_BYTES = 20 * 2**30
 LEAST_BYTES = 16 * 2**20  # packing a smaller checkpoint is faster than finding its file
-ALIGNMENT = 64  # bytes; each tensor begins at a multiple
+ALIGNMENT = 64  # each tensor begins at a multiple of 64 bytes
 _SPARE_DISK_BYTES = 2**30  # bytes of the disk that stay free for other programs
 _MAX_AGE_S = 30 * 24 * 3600.0
-_MAX_NEW_AGE_S = 3600.0  # an older unfinished file is removed, because its writer is gone
-_LOCK_TIMEOUT_S = 100.0  # packing takes less time; a node that waited longer packs for itself
+_MAX_NEW_AGE_S = 3600.0  # seconds; an older unfinished file has lost its writer and is removed
+_LOCK_TIMEOUT_S = 100.0  # packing takes less; a node that waits longer packs the weights itself
 _LOCK_POLL_S = 0.02
 # A file that changes twice within one tick of the kernel's clock keeps its times.
 _YOUNG_NS = 2 * 10**9

@@ -46,7 +46,7 @@ from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _AUDIT_LOG = "BATON_AUDIT_LOG"
-STOP_GRACE_S = 6.0  # in addition to the time for open requests
+STOP_GRACE_S = 6.0  # time to stop after open requests have ended
 _POLL_S = 0.1
 # Modules that every node will import. Given as text, because this process needs none of them.
 NODE_MODULES = (
@@ -217,7 +217,7 @@ class LocalDeployment:
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
         for model in self.config.models:
-            find_here_or_on_hub(model)  # raises before kernels are built
+            find_here_or_on_hub(model)  # raises for an unknown model before kernels are built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
@@ -498,12 +498,11 @@ class LocalDeployment:
         return {
             **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            **self._tokens,  # as variables, because `ps` shows arguments
+            **self._tokens,  # tokens are variables, because `ps` shows arguments
         }
 
     def _make_template(self, num_threads: int) -> ProgramTemplate:
-        """Start the process that forks nodes, each with ``num_threads`` threads.
-        """
+        """Start the process that forks nodes, each with ``num_threads`` threads."""
         environment = THREAD_VARIABLES | self._environment()
         environment["OMP_NUM_THREADS"] = str(num_threads)
         return ProgramTemplate(
@@ -551,8 +550,7 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """Return the router's and nodes' tokens; missing ones are random if any credentials are used.
-    """
+    """Return the router's and nodes' tokens; missing ones are random if any credentials are used."""
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
@@ -571,7 +569,7 @@ def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[lis
     """
     in_all = sum(num_ranks)
     size, extra = divmod(len(cores), max(1, in_all))
-    first = 0  # counts ranks over all nodes
+    first = 0  # number of ranks of the nodes so far
     for own in num_ranks:
         ranks = range(first, first + own)
         first += own
@@ -617,7 +615,8 @@ def _chooses_audit_log(arguments: Sequence[str]) -> bool:
         if name == "--audit-log":
             return True
         if name == "--config":
-            with contextlib.suppress(OSError, ValueError):  # the program will report it
+            # the program itself will report the bad file
+            with contextlib.suppress(OSError, ValueError):
                 if "audit_log" in Path(value or following).read_text(encoding="utf-8"):
                     return True
     return False

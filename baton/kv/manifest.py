@@ -54,15 +54,15 @@ class KVKind(enum.StrEnum):
 class HandOffRule(enum.StrEnum):
     """When a unit may be transferred."""
 
-    AS_IT_FILLS = "as it fills"  # a full unit never changes
-    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, whole
+    AS_IT_FILLS = "as it fills"  # each unit once it is full, because a full unit never changes
+    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, as a whole
 
 
 class KVOrder(enum.StrEnum):
     """Orders of a unit's bytes, which decide what is contiguous."""
 
-    LAYERS = "layers"  # all heads of a layer: a computed layer is one range
-    HEADS = "heads"  # all layers of a head: a rank's part is one range
+    LAYERS = "layers"  # layer by layer: a computed layer is one range
+    HEADS = "heads"  # head by head: a rank's heads are one range
 
 
 class KVArray(msgspec.Struct, frozen=True, kw_only=True):

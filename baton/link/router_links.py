@@ -89,7 +89,7 @@ class RouterLinks:
         self._seers: set[str] = set()  # addresses of routers that know that this node drains
         # Engine id -> addresses of the routers that list the peer.
         self._peers: dict[str, set[str]] = {}
-        self._is_away = False  # between `leave` and `join`
+        self._is_away = False  # True between `leave` and `join`
         self._resolve_at = 0.0
 
     @property

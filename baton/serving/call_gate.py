@@ -38,10 +38,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # instead of the caller's text, which may not be UTF-8
+_UNKNOWN_METHOD = "of this name"  # replaces the caller's method name, which may not be UTF-8
 # Most bytes of a message for health checks or reflection; such messages hold service names.
 MAX_OPEN_BYTES = 2**16
-_NOT_TOLD = ("prompt",)  # fields with clients' texts are not in the audit log
+_NOT_TOLD = ("prompt",)  # fields with clients' texts, left out of the audit log
 
 
 class Context:
@@ -163,7 +163,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             raise AssertionError("a refused call has no responses")
 
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
-        from structlog.contextvars import bind_contextvars  # here, since clients do not need it
+        # imported here, since clients do not need it
+        from structlog.contextvars import bind_contextvars
 
         tracing = self._tracing if Role.INFER in roles else NO_TRACING
         entry.join_trace(tracing, *trace_headers(raw))

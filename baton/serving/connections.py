@@ -37,7 +37,7 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
 _MAPPED = "::ffff:"  # prefix of an IPv4 peer's address on a dual-stack socket
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # limits of log lines about clients' faults
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # seconds between two lines about an address; most addresses
 # Most bytes read from a connection at a time. asyncio's own 256 KiB would block the loop for half a
 # second if they came as chunks of one byte.
 _READ_BYTES = 2**14
@@ -92,7 +92,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
             self.end()
-            self.inner = asyncio.Protocol()  # a protocol that serves nothing
+            self.inner = asyncio.Protocol()  # serves nothing, as the connection is aborted
             self._transport.abort()
         self.inner.connection_made(transport)
 
@@ -310,7 +310,7 @@ class Listener:
             return False
         self.counts.displaced += 1
         connection.abort()
-        connection.end()  # free its place now, before the loop notices the close
+        connection.end()  # frees its place before the loop notices the close
         return True
 
     async def _set_up(self, connection: Connection, sock: socket.socket) -> None:

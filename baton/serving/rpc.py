@@ -48,7 +48,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 # The library supports v1alpha only.
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-_IDENTITY_ONLY = 1  # bit in gRPC's set of compression algorithms
+_IDENTITY_ONLY = 1  # bit of "no compression" in gRPC's set of algorithms
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),

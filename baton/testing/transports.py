@@ -30,7 +30,7 @@ BLOCK_SIZE = BLOCK_SHAPE[3]
 NUM_BLOCKS = 16
 UNTOUCHED = -1.0
 TIMEOUT_S = 20.0
-_numbers = itertools.count()  # an engine id is never used twice
+_numbers = itertools.count()  # numbers for engine ids; no engine id is used twice
 
 
 @dataclass(frozen=True)

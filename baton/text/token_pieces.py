@@ -106,7 +106,7 @@ def output_pieces(
 
         return look_up
 
-    if description is None:  # in this case the library puts blanks between tokens
+    if description is None:  # without a decoder, the library puts blanks between tokens
         return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
     parts, behind = _around_fuse(list(_parts(description)))
     kinds = [str(part.get("type")) for part in parts]

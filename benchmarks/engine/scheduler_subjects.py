@@ -31,10 +31,10 @@ NUM_WAITING = 10_000
 NUM_PARKED = 1_000  # the part of NUM_WAITING that waits for remote KV
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000
-MAX_BATCHED_TOKENS = 2**17  # all prompts fit in the first step
+MAX_BATCHED_TOKENS = 2**17  # large enough for all prompts in the first step
 PROMPT_TOKENS = 256
 WAITING_PROMPT_TOKENS = 64
-OUTPUT_TOKENS = 256  # per request, in loads whose requests end
+OUTPUT_TOKENS = 256  # output tokens of a request, in loads whose requests end
 
 
 # ---------------------------------------------------------------------- the baseline

@@ -29,7 +29,8 @@ RANKS = (8, 16, 32, 64)
 DECODE, PREFILL = "decode 8", "prefill 2048"
 # Case -> (requests, tokens of each prompt).
 SIZES = {DECODE: (8, 32), PREFILL: (4, 512)}
-Generate = Callable[[Sequence[list[int]], int, bool], object]  # prompts, new tokens, with adapters
+# arguments: prompts, number of new tokens, whether with adapters
+Generate = Callable[[Sequence[list[int]], int, bool], object]
 
 
 def make_adapter(folder: Path, shape: Mapping[str, Any], rank: int) -> None:
@@ -75,7 +76,7 @@ def rates_of(generate: Generate, rounds: int, num_tokens: int) -> dict[str, list
     """Return the rates of base and adapters of each round, by case; the first turns alternate."""
     found: dict[str, list[list[float]]] = {}
     for case in SIZES:
-        for adapted in (False, True):  # writes caches, and records tapes
+        for adapted in (False, True):  # warm-up: writes caches and records tapes
             rate_of(generate, case, 4, adapted=adapted)
         found[case] = []
         for number in range(rounds):

@@ -177,5 +177,5 @@ def run(
     return {"instruction_set": instruction_set(), "files": results}
 
 
-if __name__ == "__main__":  # in a process of its own
+if __name__ == "__main__":  # `diverge` runs this file in a process of its own
     print(json.dumps(time_file(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

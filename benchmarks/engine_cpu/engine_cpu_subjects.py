@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS = 32  # per prompt of a decode case
+PROMPT_TOKENS = 32  # tokens per prompt of a decode case
 Prompts = Sequence[list[int]]
-Generate = Callable[[Prompts, int], object]  # prompts of equal length, tokens per prompt
+# arguments: prompts of equal length, new tokens per prompt
+Generate = Callable[[Prompts, int], object]
 
 
 def baton(folder: Path, threads: int, weights: str) -> Generate:
@@ -139,8 +140,7 @@ def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def openvino(folder: Path, threads: int, weights: str) -> Generate:
-    """Load OpenVINO GenAI with continuous batching; convert the checkpoint to a folder beside it.
-    """
+    """Load OpenVINO GenAI with continuous batching; convert the checkpoint into a folder."""
     import subprocess
     import sys
 

@@ -146,7 +146,8 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
-    rope = rope.get("full_attention", rope)  # Gemma; llama.cpp knows the rope of windowed layers
+    # for Gemma; llama.cpp has the windowed layers' RoPE built in
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])

@@ -63,7 +63,7 @@ NODE_ARGS = [
 ]
 ADAPTER_ARGS = ["--max-adapters", "2"]
 SPARE = "c"  # the adapter that no request asks for
-FILES_BACK_S = 15.0  # the router leaves nodes out for 5 s
+FILES_BACK_S = 15.0  # longer than the 5 s for which the router avoids a node
 RANK_ARGS = ["--tensor-parallel-size", "2"]
 # Arrow of the diagram -> process to kill, and the point in it (an option of the connector).
 ARROWS = {
@@ -76,8 +76,8 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
-RANK_DETECTION_S = 1.0  # from the signal until the router notices
-FLUSH_INTERVAL_S = 1.0  # cached blocks are not sent, so a drill needs empty caches
+RANK_DETECTION_S = 1.0  # seconds from the signal until the router notices
+FLUSH_INTERVAL_S = 1.0  # seconds between cache flushes; drills need hand-offs of whole prompts
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
     while process.poll() is None:
         now = time.monotonic()
         if now > begin + 20:
-            process.kill()  # so that the next drill does not meet this node
+            process.kill()  # kills the node, so that the next drill does not meet it
             raise BatonError(f"{name} never came to where it should die")
         if now > flushed_at + FLUSH_INTERVAL_S:
             with contextlib.suppress(BatonError):  # the node may be dead by now

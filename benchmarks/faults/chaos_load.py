@@ -21,7 +21,7 @@ from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0
-RETRY_PAUSE_S = 0.1  # after UNAVAILABLE, until a client tries again
+RETRY_PAUSE_S = 0.1  # pause between UNAVAILABLE and a client's next try
 LEAVER_TOKENS = 700  # prompt length of clients that leave during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that their KV is sent in several parts.

@@ -41,7 +41,7 @@ NUM_CASES = 24
 MAX_TOKENS = 32
 CONCURRENCY = 4
 JOIN_TIMEOUT_S = 120.0
-SETTLED_S = 2.5  # until the router has decided which nodes serve
+SETTLED_S = 2.5  # pause until the router has decided which nodes serve
 TOKENS_PER_ORDER = 2000
 
 

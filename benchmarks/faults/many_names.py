@@ -47,15 +47,15 @@ from benchmarks.faults.many_names_site import (
 from benchmarks.runner.run import Document, Run
 
 LIVE, GONE = "live", "gone"  # names that are switched and unloaded
-NUM_LOAD = 24  # questions that the load repeats; all others are asked around one switch only
-SPARE = 1.25  # share of questions to draw, as versions may agree on some
+NUM_LOAD = 24  # questions that the load repeats; the others belong to one switch each
+SPARE = 1.25  # factor of questions to draw, as versions may agree on some
 # Nodes to kill, two of each base model: demo has p0, d0 and d1; tuned has p1, d2 and d3.
 VICTIMS = ("d0", "p1", "d2", "p0")
 NODES_OF_TUNED = ("p1", "d2", "d3")
-SETTLE_S = 0.4  # from the beginning of a load to an unload
-QUIET_S = 5.0  # until restarted nodes have measured their steps
+SETTLE_S = 0.4  # pause between the beginning of a load and an unload
+QUIET_S = 5.0  # pause until restarted nodes have measured their steps
 NUM_REFUSALS = 40
-REFUSAL_LIMIT_MS = 50.0  # for 19 of 20 refusals; all programs share two cores
+REFUSAL_LIMIT_MS = 50.0  # limit for 19 of 20 refusals; all programs share two cores
 
 Row = dict[str, Any]
 

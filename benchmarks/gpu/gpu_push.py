@@ -26,7 +26,7 @@ from kvconnector.layout import KVLayout
 from kvconnector.transports.nixl.agent import NixlAgent
 
 LAYERS, KV_HEADS, HEAD_DIM = 36, 8, 128
-TOKENS = 4096  # 604 MB of bfloat16
+TOKENS = 4096  # tokens in the cache; 604 MB in bfloat16
 REPEAT = 5
 PATIENCE_S = 30.0
 

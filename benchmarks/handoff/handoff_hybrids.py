@@ -22,7 +22,7 @@ from benchmarks.runner.environment import summary
 PROMPT_LENGTHS = (1024, 4096, 16384)
 BLOCK_SIZES = (64, 256)  # Granite's state of this shape needs 48 tokens' memory
 CHUNK_TOKENS = 512
-NEW_END_TOKENS = 200  # added to a cached prompt
+NEW_END_TOKENS = 200  # new tokens after a cached prompt
 OUTPUT_TOKENS = 8
 
 _SHAPE: dict[str, Any] = {

@@ -41,7 +41,7 @@ from benchmarks.served.served_servers import (
 
 LIMIT_S = 900.0
 AT_ONCE = 4  # requests to a server at the same time
-Seconds = Mapping[str, Sequence[float]]  # of each round, by case
+Seconds = Mapping[str, Sequence[float]]  # case -> seconds of each round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

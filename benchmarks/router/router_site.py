@@ -45,7 +45,7 @@ class Site:
     """Processes around a router or relay, the ``measured`` process, which is alone on core 0."""
 
     addresses: list[str]
-    tls: TlsOptions = NO_TLS  # for clients of the measured process
+    tls: TlsOptions = NO_TLS  # certificates for clients of the measured process
     measured: list[psutil.Process] = field(default_factory=list)
 
     def cpu_s(self) -> float:

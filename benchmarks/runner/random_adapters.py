@@ -20,7 +20,8 @@ LAYERS = {
     "mlp.up_proj": ("ffn_up", "hidden", "inner"),
     "mlp.down_proj": ("ffn_down", "inner", "hidden"),
 }
-Matrices = Mapping[tuple[int, str, str], "Tensor"]  # by number of the block, layer, A or B
+# (number of the layer, name in LAYERS, "A" or "B") -> matrix
+Matrices = Mapping[tuple[int, str, str], "Tensor"]
 
 
 def random_matrices(shape: Mapping[str, Any], rank: int) -> Matrices:

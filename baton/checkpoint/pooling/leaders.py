@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MIN_SHARED_TOKENS = 64  # a shorter beginning is not worth another round
+MIN_SHARED_TOKENS = 64  # a shorter shared beginning is not worth another round
 
 
 def find_leaders(
@@ -24,7 +24,7 @@ def find_leaders(
     """
     leaders: list[int] = []
     others: list[int] = []
-    leads = True  # whether the next prompt may lead
+    leads = True  # whether the next prompt may be a leader
     for place, prompt in enumerate(prompts):
         following = prompts[place + 1] if place + 1 < len(prompts) else ()
         is_shared = len(following) >= least and prompt[:least] == following[:least]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _BUSY = ("loading", "changing", "waking")
-_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # a node that changes leaves the router
+_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # errors while a changing node is away from the router
 
 NodesArgument = Annotated[
     list[str] | None,
