@@ -98,7 +98,7 @@ class Access:
         self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
 
     def note_names(self, names: Callable[[], Sequence[str]]) -> None:
-        """Set the function that returns the served models' names, the default model's name first."""
+        """Set the function that returns the served models' names, the default name first."""
         self._names = names
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:

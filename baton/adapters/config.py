@@ -101,7 +101,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 @functools.lru_cache(maxsize=2 * _MAX_PATTERNS)
 def _compiled(pattern: str) -> tuple[re.Pattern[str], int, bool]:
-    """Compile a pattern; return it, its number of letters, and whether it matches whole names only."""
+    """Compile a pattern; return the result, its length, and whether it matches whole names only."""
     letters = pattern.removeprefix("^")
     return re.compile(letters), len(re.findall(_LETTER, letters)), letters != pattern
 

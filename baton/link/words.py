@@ -402,7 +402,7 @@ class AbortAll:
     router_id: str = ""
 
     def concerns(self, request_id: str) -> bool:
-        """Return whether the command's router placed a request, given the request's id on nodes."""
+        """Return whether the command's router placed a request, given its id on nodes."""
         return split_request_id(request_id)[1] == self.router_id
 
 
