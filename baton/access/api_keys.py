@@ -43,7 +43,7 @@ SHORT_KEY_CHARS = 20  # shorter keys may be words that a search could find from 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """An API key.
+    """An API key of a key file, without its text.
 
     Attributes:
         digest: SHA-256 of the key.

@@ -313,7 +313,7 @@ def _pieces(
 
 
 def _framed(value: object) -> bytes:
-    """Return a value as JSON, behind its length."""
+    """Return a value as JSON, preceded by its length."""
     text = json.dumps(value, sort_keys=True).encode()
     return len(text).to_bytes(8, "little") + text
 

@@ -71,7 +71,7 @@ class OneLineUsageError(BadParameter):
     """A mistake on a command line, shown in one line like all other errors."""
 
     def show(self, file: Any = None) -> None:
-        """Print the line."""
+        """Print the mistake and the remedy in one line."""
         from baton.processes.process import print_error  # imported here, since only errors need it
 
         print_error(self.message)

@@ -187,7 +187,7 @@ class Child:
 
 
 class LocalDeployment:
-    """Runs the processes, as a context manager that leaves none behind.
+    """Runs the processes, as a context manager that ends all of them.
 
     Args:
         on_build: called before native kernels are built, which takes a minute.

@@ -69,7 +69,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True, slots=True)
 class EarlyTemplate:
-    """A forked template.
+    """A forked template of workers, as its parent sees it.
 
     Attributes:
         control: socket on which `worker_processes` sends commands to the template.

@@ -270,7 +270,7 @@ def _open(handler: Handler) -> Handler:
 
 
 async def _no_messages() -> AsyncIterator[Any]:
-    """Yield nothing."""
+    """Yield no message."""
     nothing: tuple[Any, ...] = ()
     for message in nothing:
         yield message

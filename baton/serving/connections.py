@@ -298,7 +298,7 @@ class Listener:
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Return the longest waiting connection without unsent bytes, in the groups' order."""
+        """Return the longest waiting connection without unsent bytes; earlier groups go first."""
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:

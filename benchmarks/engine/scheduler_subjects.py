@@ -129,7 +129,7 @@ LOADS = (
 
 
 class BatonSubject:
-    """`engine.Scheduler`."""
+    """Baton's scheduler, `engine.Scheduler`, as a subject."""
 
     def __init__(self, load: Load, prompts: Prompts, *, prefix_cache: bool) -> None:
         hasher = BlockHasher(BLOCK_SIZE) if prefix_cache else None
@@ -174,7 +174,7 @@ class BatonSubject:
 
 
 class MinimalSubject:
-    """The baseline."""
+    """The baseline, `MinimalScheduler`, as a subject."""
 
     def __init__(self, load: Load, prompts: Prompts) -> None:
         self.scheduler = MinimalScheduler()

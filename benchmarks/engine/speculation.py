@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison.
+    """One comparison of an engine with drafts and one without.
 
     Attributes:
         ratio: tokens per second with drafts, divided by those without.

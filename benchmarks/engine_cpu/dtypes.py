@@ -38,7 +38,7 @@ LIMIT_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Something to time.
+    """Prompts or decode steps to time.
 
     Attributes:
         prompt_tokens: tokens of each prompt.

@@ -28,7 +28,7 @@ from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# A transport's sums follow each other, as in a step, so that the ranks arrive together.
+# Sums over one transport follow one another, as in a step, so that the ranks arrive together.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
 # Name -> (threads of all ranks together, ranks per stage, stages).
 ENGINES = {
@@ -202,7 +202,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
     return found
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- the whole run
 
 
 def ratios(

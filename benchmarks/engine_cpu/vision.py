@@ -35,7 +35,7 @@ MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A vision encoder.
+    """Sizes of a vision encoder, and inputs for it.
 
     Attributes:
         vision: fields of the vision part.
@@ -54,7 +54,7 @@ class Shape:
 
 
 def _tile(side: int) -> dict[str, Any]:
-    """Return one tile."""
+    """Return the encoder's inputs for one tile of ``side`` pixels."""
     import torch
 
     return {"pixel_values": torch.randn(1, 1, 3, side, side)}

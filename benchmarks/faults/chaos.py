@@ -358,7 +358,7 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     return result
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- the whole run
 
 
 async def run_all(

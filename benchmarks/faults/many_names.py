@@ -300,7 +300,7 @@ def _refused_over_http(site: Site, name: str, status: int) -> float:
     return time.monotonic() - began_at
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- the whole run
 
 
 def run(

@@ -88,7 +88,7 @@ class VirtualRouter:
         timeout_s: float = TIMEOUT_S,
         **terms: Any,
     ) -> Call:
-        """Make a call.
+        """Make the `Call` of a prompt.
 
         Args:
             request_id: id of the request; empty: a new id.

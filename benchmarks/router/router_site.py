@@ -244,7 +244,7 @@ async def measure_rate(
 
 
 async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
-    """Measure short requests, 64 at a time: CPU per request, and the process's memory meanwhile."""
+    """Measure short requests, 64 at a time: CPU per request, and memory."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))

@@ -210,7 +210,7 @@ async def run_all(
 
 
 def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
-    """Send every shape.
+    """Send every shape, and print those that miss a goal.
 
     Args:
         only: part of the names of the shapes to send.

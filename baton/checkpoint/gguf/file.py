@@ -101,7 +101,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path, *, max_header_bytes: int | None = None) -> GgufFile:
-        """Read the header.
+        """Read a file's header.
 
         Args:
             max_header_bytes: most bytes of the header; None: the file's size.

@@ -1,4 +1,4 @@
-"""`baton prefill` and `baton decode`."""
+"""`baton prefill` and `baton decode`: run one node each."""
 
 from __future__ import annotations
 

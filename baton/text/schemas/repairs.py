@@ -43,7 +43,7 @@ _UNENFORCED = {
 }
 _MAX_WRITTEN = 5_000  # most schemas and listed values that rewriting may add
 _MAX_PATH_CHARS = 200
-# Syntax of classes that Python's `re` and the library read differently.
+# Syntax of character classes that Python's `re` and llguidance read differently.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
 _CONTROL = "".join(map(chr, range(0x20)))
