@@ -114,7 +114,7 @@ def _read(path: Path) -> bytes:
 
 
 def receive(device: str, num_tokens_of_block: str, num_tokens: str, path: str) -> None:
-    """Offer a cache to the sending process, poll NIXL until the sender ends, and check the blocks."""
+    """Offer a cache to the sender, poll NIXL until the sender ends, and check the blocks."""
     block_size, tokens, folder = int(num_tokens_of_block), int(num_tokens), Path(path)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device).index or 0)
