@@ -104,7 +104,7 @@ def _shortened(text: str) -> str:
 
 
 class PoisonRequestError(BatonError):
-    """Nodes died while computing a request like this, so it is not retried."""
+    """Nodes died while computing an equal request, so this request is not retried."""
 
 
 class UnauthenticatedError(BatonError):

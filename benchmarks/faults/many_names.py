@@ -1,7 +1,7 @@
 """Switch, unload and kill under load: two base models and three adapters behind one address.
 
-A router, a prefill and two decode nodes for each base model, all on this machine, with two slots
-for three adapters. Each answer is compared, token by token, with that of one process, and its
+A router, and a prefill and two decode nodes for each base model, run on this machine, with two
+slots for three adapters. Each answer is compared, token by token, with that of one process, and its
 receipt must tell the adapter's digest. Drills:
 
     switches   a name is switched at random among eight versions while clients ask it

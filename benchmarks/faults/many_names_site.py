@@ -260,7 +260,8 @@ def make_folders(root: Path) -> dict[str, Path]:
 def make_questions(folders: Mapping[str, Path], number: int, seed: int) -> list[Question]:
     """Make requests, greedy and seeded, and compute each version's tokens in one process.
 
-    Prompts on which two versions agree are left out: a mix-up of these would not show.
+    Prompts to which two versions give equal answers are left out, because they would not show a
+    mix-up of the versions.
     """
     draw = random.Random(seed)
     prompts = [

@@ -108,7 +108,7 @@ def figures(receipts: list[Receipt]) -> dict[str, Any]:
         prefill, decode = receipt.prefill, receipt.decode
         assert decode is not None
         if prefill is None or not decode.push.transport:
-            continue  # the decode node computed the short new end itself
+            continue  # no hand-off: the decode node computed the new end of the prompt itself
         pushed += 1
         exposed.append(decode.push.exposed_transfer_s * 1e3)
         computed_on_d.append(decode.num_prompt_tokens_computed)

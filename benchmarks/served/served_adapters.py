@@ -3,7 +3,7 @@
 `measure_cold`: users decode with the base model without pause, while requests for adapters come.
 Adapters are in memory in one phase and on disk alone in the next, so only loads differ.
 
-`measure_routing`: 1,000 adapters on disk, of which requests ask for 64 by Zipf's law, over two
+`measure_routing`: 1,000 adapters are on disk; requests ask for 64 of them by Zipf's law, on two
 prefill and two decode nodes with 16 slots each. Policies that do not see adapters are compared.
 
 Refuses to know: how fast adapters are computed, see engine_cpu/adapters.py.
