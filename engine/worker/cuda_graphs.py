@@ -28,15 +28,15 @@ from engine.worker.graph_inputs import GraphInputs
 from engine.worker.inputs.prepared_step import ReplayStep
 from models.base import CausalLM, ForwardContext, LayerCache
 
-# Runs a step's body at least once; returns a function that repeats the step.
+# Captures a step: runs the step's body at least once, and returns a function that replays it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
-# Backends whose decode steps launch the same kernels for all lengths.
+# Attention backends whose decode steps launch the same kernels for all sequence lengths.
 CAPTURABLE_BACKENDS = ("triton", "triton_invariant", "flash_triton")
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """Return the captured numbers of requests: 1, 2, 4, 8, every 8th up to 256, every 16th after.
+    """Return the captured numbers of requests: 1, 2, 4, then every 8th up to 256, then every 16th.
 
     The last number is ``most``.
     """
@@ -47,7 +47,7 @@ def captured_sizes(most: int) -> tuple[int, ...]:
 def reason_against_graphs(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
-    """Return why decode steps are not captured, as a phrase for the log; None: they are."""
+    """Return why decode steps are not captured, as a phrase for the log; None if they are."""
     if not config.cuda_graph_max_batch:
         return "switched off"
     return reason_against_replays(config, device, backend_names)
@@ -56,7 +56,7 @@ def reason_against_graphs(
 def reason_against_replays(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
-    """Return why no step can be captured, as a phrase for the log; None: some can be."""
+    """Return why no step can be captured, as a phrase for the log; None if some steps can be."""
     if not config.cuda_graphs:
         return "switched off"
     if device.type != "cuda":
@@ -71,7 +71,7 @@ def reason_against_replays(
 
 @dataclass(frozen=True, slots=True)
 class GraphContext:
-    """Constant inputs of all forwards.
+    """Inputs that all forward passes share.
 
     Attributes:
         model: the network, on its device.
@@ -95,7 +95,7 @@ class Graphs(Protocol):
         ...
 
     def capture(self, size: int) -> None:
-        """Capture a size; call with larger sizes first, as smaller ones reuse their memory."""
+        """Capture a size; capture larger sizes first, as smaller ones reuse their memory."""
         ...
 
 
@@ -103,11 +103,11 @@ AnyGraphs = TypeVar("AnyGraphs", bound=Graphs)
 
 
 class Replays(Generic[AnyGraphs]):
-    """One kind of a runner's steps: captured once, then replayed.
+    """The captured graphs of one kind of step (decodes, or steps with prompts).
 
     Args:
-        make: makes graphs, given a recorder; not needed if nothing can be captured.
-        capturable: sizes that have inputs, ascending.
+        make: makes graphs, given a function that captures; None if nothing can be captured.
+        capturable: sizes that have static inputs, ascending.
 
     Attributes:
         capturable: the argument, unchanged.
@@ -131,8 +131,8 @@ class Replays(Generic[AnyGraphs]):
         """Capture the given sizes, or all, the largest first; return them.
 
         Args:
-            capture: records a step: a `Capture` or a `chunk_graphs.CapturePieces`. If it raises,
-                nothing changes.
+            capture: captures a step: a `Capture` or a `chunk_graphs.CapturePieces`. If it raises,
+                the captured graphs stay as they were.
         """
         assert self._make is not None, "there are no inputs for graphs"
         graphs = self._make(capture)
@@ -148,8 +148,8 @@ class StepGraphs:
     Args:
         context: the model and its cache.
         inputs: the tensors that the graphs read.
-        capture: captures a step as a CUDA graph; tests on CPUs pass a function that computes the
-            step again.
+        capture: captures a step as a CUDA graph. Tests on CPUs pass a function that instead
+            computes the step again.
     """
 
     def __init__(self, context: GraphContext, inputs: GraphInputs, capture: Capture) -> None:
@@ -160,7 +160,8 @@ class StepGraphs:
         weight = context.layer_caches[0]
         assert isinstance(weight, Tensor), "steps of models with states are not captured"
         largest, config = inputs.sizes[-1], context.model.config
-        # [largest, hidden_size] and [largest]; not in the pool, whose memory graphs share.
+        # [largest, hidden_size] and [largest]. Allocated outside the graphs' memory pool, which the
+        # graphs share.
         self._hidden = torch.zeros(
             largest, config.hidden_size, dtype=weight.dtype, device=weight.device
         )
@@ -172,11 +173,11 @@ class StepGraphs:
         return tuple(sorted(self._replays))
 
     def capture(self, size: int) -> None:
-        """Capture a size; call with larger sizes first."""
+        """Capture a size; capture larger sizes first."""
         self._replays[size] = self._capture(self._body(size))
 
     def replay(self, staged: ReplayStep) -> tuple[Tensor, Tensor]:
-        """Launch a step.
+        """Replay a decode step's graph.
 
         Returns:
             ``(hidden_states, token_ids)``: `[num_requests, hidden_size]` after the last norm, and
@@ -188,7 +189,7 @@ class StepGraphs:
         return self._hidden[: staged.num_requests], self._token_ids[: staged.num_requests]
 
     def correct(self, staged: ReplayStep, token_ids: Tensor) -> None:
-        """Replace the tokens that the latest replay sampled by tokens from the host.
+        """Replace the latest replay's sampled tokens by tokens that the host sampled.
 
         Args:
             token_ids: `[num_requests]` int64 on the device.
@@ -215,7 +216,7 @@ class StepGraphs:
             input_ids = inputs.source.index_select(0, token_index)  # [size]
             hidden = context.model.forward(input_ids, forward_context)  # [size, hidden_size]
             token_ids = sample_on_device(context.model.compute_logits(hidden), sampling)
-            # The next step embeds these tokens, so NO_TOKEN is replaced.
+            # The next step embeds these tokens, so NO_TOKEN is replaced by a valid id.
             inputs.last_tokens.scatter_(0, rows, token_ids.clamp(min=0))
             self._hidden[:size].copy_(hidden)
             self._token_ids[:size].copy_(token_ids)

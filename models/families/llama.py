@@ -1,4 +1,5 @@
-"""Llama 1 to 3.3 and everything saved under that name; Idefics3 and SmolVLM, which see images."""
+"""Llama 1 to 3.3 and all models saved under the name Llama; Idefics3 and SmolVLM, which see images.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ Idefics3ForConditionalGeneration = SmolVLMForConditionalGeneration = TextPart(
 
 
 def _gguf_variant(keys: Keys) -> Architecture | None:
-    """Choose Mistral (by window) or Mixtral (by experts), whose files claim to be llama."""
+    """Choose Mistral (by its window) or Mixtral (by its experts), whose files claim to be llama."""
     if keys.get("expert_count"):
         return mistral.GGUF_MIXTRAL
     return mistral.GGUF_MISTRAL if keys.get("attention.sliding_window") else None

@@ -34,7 +34,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
 _WITHOUT_SINKS = ("flash_attn", "flash_triton")
 # Backends for a cache of latents: one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
-# Backend of keys and values -> backend of the same kind that takes only latents.
+# Backend for keys and values -> the corresponding backend for latents only.
 _OVER_LATENTS = {"triton": "triton_latents"}
 _TRITON = ("triton", "triton_invariant", "triton_latents", "flash_triton")
 
@@ -60,7 +60,7 @@ def choose_attention_backend(
         fp8: whether the KV cache is float8.
         latent: whether the cache holds one vector per token instead of keys and values (MLA).
         sinks: whether each head has an attention sink.
-        half: whether queries and cache have 16 bits.
+        half: whether queries and cache have a 16-bit dtype.
         invariant: whether a query's result must not depend on the rest of the batch.
         native: whether native kernels may be chosen.
 
@@ -97,7 +97,7 @@ def choose_attention_backend(
 
 
 def _invariant(device: torch.device | str, override: str | None) -> str:
-    """Return the backend whose results do not depend on the rest of the batch."""
+    """Return the backend whose results for a query do not depend on the rest of the batch."""
     name = "native" if str(device).startswith("cpu") else "triton_invariant"
     if override not in (None, name):
         raise ConfigError(f"attention_backend: must be {name} with batch_invariant, got {override}")
@@ -127,7 +127,7 @@ def _choose_for_latents(
 def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
     kind = str(device).partition(":")[0]
     if kind == "cpu":
-        from baton_kernels.dispatch import native_ops  # imported late, as it imports torch
+        from baton_kernels.dispatch import native_ops  # imported here, as this imports torch
 
         if native and native_ops() is not None:
             return "native", "the KV cache is on the CPU"

@@ -1,9 +1,9 @@
-"""Paged attention with the flash_attn packages, to compare with our own kernels.
+"""Paged attention with the flash_attn packages, for comparison with our own kernels.
 
 FlashAttention-3 (module ``flash_attn_interface``, Hopper) takes blocks of any size,
 FlashAttention-2 (package ``flash_attn``) only multiples of 256 tokens. Both want ``[num_blocks,
 block_size, num_kv_heads, head_dim]`` with a contiguous last dimension (their ``flash_api.cpp``), so
-they take a transposed view of our cache.
+they get a transposed view of our cache.
 
 Refuses to know: models, schedulers, CUDA graphs (the host must know where padding begins).
 """
@@ -42,11 +42,11 @@ class FlashAttention:
         name = "flash_attn_interface" if self._version == 3 else "flash_attn"
         self._functions = import_module(name)
         self._key_starts = torch.empty(0, dtype=torch.int32)  # [num_requests + 1], for version 2
-        self._num_rows = 0  # first row of padding
+        self._num_rows = 0  # first padding row
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason: for a float8 cache, the packages need float8 queries."""
+        """Return why not: for a float8 cache, the packages need float8 queries."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:

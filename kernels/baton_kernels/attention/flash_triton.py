@@ -1,8 +1,8 @@
-"""FlashAttention-3 for steps with prompts; Triton for all others, so that graphs can hold them.
+"""FlashAttention-3 for steps with prompts, Triton for all other steps, which can be captured.
 
-On Hopper, the library's prompt kernels are faster than Triton's. Its decode kernels are not, and
-their host work cannot be captured. Both read the same cache and metadata. Refuses to know: how
-either works.
+On Hopper, FlashAttention's prompt kernels are faster than Triton's. Its decode kernels are not, and
+their work on the host cannot be captured in a CUDA graph. Both libraries read the same cache and
+metadata. Refuses to know: how either library works.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def reason_against(device: torch.device | str) -> str | None:
 
 
 class FlashTritonAttention:
-    """``AttentionBackend`` over both; FlashAttention computes all of a step that has a prompt.
+    """``AttentionBackend`` over both; FlashAttention computes every step that has a prompt.
 
-    Takes only float16 and bfloat16, and no sinks, like the library.
+    Takes only float16 and bfloat16, and no sinks, like FlashAttention.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class FlashTritonAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return FlashAttention's reason."""
+        """Return FlashAttention's reason against a float8 cache."""
         return FlashAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; plans only what computes the step."""
+        """Implement ``AttentionBackend.plan``, for the library that computes the step."""
         self._is_captured = False
         if metadata.max_query_len > 1:
             self._flash.plan(metadata)

@@ -24,7 +24,7 @@ class InvariantTritonAttention:
 
     A decode-only step may be captured as with `TritonAttention`: its launches do not depend on
     lengths. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a graph
-    may hold them.
+    may hold their addresses.
     """
 
     reason_against_fp8 = staticmethod(TritonAttention.reason_against_fp8)
@@ -37,7 +37,9 @@ class InvariantTritonAttention:
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
+        """Implement ``AttentionBackend.plan``; what depends on shapes is planned in the first
+        ``run``.
+        """
         self._metadata = metadata
         self._tiles.clear()
         self._bound.clear()
