@@ -1,5 +1,4 @@
-"""StepLog: debug lines of an engine's steps: which requests are computed, wait (and why), or have
-ended.
+"""StepLog: debug lines of an engine's steps: computed, waiting (and why) and ended requests.
 
 Costs one check of the log level per step while debug lines are off. Refuses to know: tensors,
 nodes.

@@ -126,7 +126,7 @@ class ForwardContext:
 
 
 class StateContext(Protocol):
-    """What layers with a recurrent state read of a step's inputs."""
+    """The part of a step's inputs that layers with a recurrent state read."""
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
         """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""

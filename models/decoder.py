@@ -114,9 +114,7 @@ class DecoderLayer(nn.Module):
         self._feed_forward_group: Collective = SINGLE_RANK
 
     def shard(self, group: Collective) -> None:
-        """Keep a rank's share of both parts; every rank computes all of a part that cannot be
-        divided.
-        """
+        """Keep a rank's share of both parts; a part that cannot be divided stays whole."""
         rank = Rank(group.rank, group.size)
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)

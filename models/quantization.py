@@ -94,7 +94,7 @@ def _check_kv_cache(quantization: Fields) -> None:
 
 
 def _groups(quantization: Fields) -> list[Fields]:
-    """Return the weights' arguments of each config group that quantizes weights or inputs."""
+    """Return each config group that quantizes weights, inputs or outputs."""
     if not quantization.has("config_groups"):
         return []
     groups = quantization.child("config_groups")
@@ -140,8 +140,7 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
 
 
 def _fp8(quantization: Fields) -> QuantizationConfig:
-    """Read e4m3 weights with a scale per block (DeepSeek-AI, arXiv:2412.19437), or one per weight.
-    """
+    """Read e4m3 weights with block scales (DeepSeek-AI, arXiv:2412.19437) or one scale."""
     if not quantization.has("weight_block_size"):
         return QuantizationConfig("fp8", rounds_inputs=True)
     rows, columns = quantization.numbers("weight_block_size", 2)

@@ -208,8 +208,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: Path) -> None:
-    """End this process when the engine's process is gone, and remove the ranks' rendezvous folder.
-    """
+    """End this process when the engine's process is gone; remove the rendezvous folder."""
     until_over()
     if meeting.is_dir():
         shutil.rmtree(meeting, ignore_errors=True)

@@ -1,5 +1,4 @@
-"""A small process beside a rank that a launcher started: ends the rank if the rank is stopped
-(SIGSTOP).
+"""A small process beside a rank: ends the rank if the rank is stopped (SIGSTOP).
 
     python -I -S rank_watch.py 1234 7 9     (1234: the rank's process, 7: its life line,
                                              9: a pipe that closes when the rank ends)

@@ -74,9 +74,7 @@ class ImageInputs:
         self._pixels.submit(images)
 
     def pass_on(self, scheduler: Scheduler) -> None:
-        """Pass decoded images to the scheduler; start decoding again the images that it needs
-        again.
-        """
+        """Pass decoded images to the scheduler; decode images again that it needs again."""
         if self._pixels is None:
             return
         for images, error in self._pixels.take_ready():

@@ -61,7 +61,7 @@ class PixelMaker:
         self._workers = WorkerProcesses(_WORK, options, limits)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[PromptImages] = deque()
-        self._making: dict[bytes, list[PromptImages]] = {}  # prompts that wait, by digest
+        self._making: dict[bytes, list[PromptImages]] = {}  # waiting prompts, by digest
         self._num_tokens: dict[bytes, int] = {}  # of the images in `_making`
         # largest pixel values so far, in bytes; 0: no image was made yet
         self._bytes_per_token = 0.0

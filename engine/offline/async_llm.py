@@ -611,9 +611,7 @@ class AsyncLLM:
                     _send(call, _News(error=error))
 
     def _tell(self) -> None:
-        """Send each task its results, in one message per event loop; wake threads with pooled
-        requests.
-        """
+        """Send tasks their results, in one message per event loop; wake waiting threads."""
         for pool in [one for one in self._pools if all(answer.ended for answer in one.answers)]:
             self._pools.remove(pool)
             pool.done.set()

@@ -496,9 +496,7 @@ class LLM:
         return self.served_weights.use()
 
     def pause(self) -> None:
-        """Compute nothing until `resume`; meanwhile, new prompts and reads of open streams raise an
-        error.
-        """
+        """Compute nothing until `resume`; new prompts and reads of open streams raise an error."""
         self.is_paused = True
 
     def resume(self) -> None:
@@ -568,8 +566,7 @@ class LLM:
             raise InvalidRequestError("engine", f"is {state}; call {remedy}() first")
 
     def check_drains(self, how: WhenOpen) -> None:
-        """Raise InvalidRequestError if ``how`` waits for open requests while the engine is paused.
-        """
+        """Raise InvalidRequestError if ``how`` waits for open requests of a paused engine."""
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)

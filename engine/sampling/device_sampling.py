@@ -36,8 +36,7 @@ PARAMETER_TYPES: Mapping[str, torch.dtype] = {
 
 
 def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays that `PARAMETER_TYPES` names, except the keys; they are constant for a
-    request.
+    """Return the arrays that `PARAMETER_TYPES` names, except keys: constants of each request.
 
     Args:
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.

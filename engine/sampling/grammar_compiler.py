@@ -102,8 +102,7 @@ class GrammarCompiler:
         self._ready: deque[tuple[Request, Outcome]] = deque()
 
     def prepare(self) -> None:
-        """Load the tokenizer, start processes and threads, and compile a small grammar of each
-        kind.
+        """Load the tokenizer, start threads, and compile a small grammar of each kind.
 
         The worker process loads its tokenizer meanwhile. An error of the tokenizer is reported to
         each request with a grammar.
@@ -145,9 +144,7 @@ class GrammarCompiler:
         self._on_loop(making).add_done_callback(on_done)
 
     def take_ready(self) -> list[tuple[Request, Outcome]]:
-        """Return the requests whose grammars were compiled since the last call, with states or
-        errors.
-        """
+        """Return the requests compiled since the last call, each with a state or an error."""
         ready: list[tuple[Request, Outcome]] = []
         while self._ready:
             ready.append(self._ready.popleft())

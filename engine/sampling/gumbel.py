@@ -198,8 +198,7 @@ def device_hashes(keys: Words, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
-    """Return each token's score, `[num_rows, vocab_size]`, in the logits' dtype and on their
-    device.
+    """Return each token's score, `[num_rows, vocab_size]`, in the logits' dtype.
 
     Args:
         logits: `[num_rows, vocab_size]`.

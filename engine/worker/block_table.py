@@ -82,9 +82,7 @@ class BlockTable:
         self.num_changes += 1
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Replace the blocks that slid out of the window after ``num_tokens`` tokens by null
-        blocks.
-        """
+        """Replace blocks outside the window after ``num_tokens`` tokens by null blocks."""
         assert self._retention is not None
         num_expired = min(self._retention.num_expired_blocks(num_tokens), self._num_blocks[row])
         num_null = self._num_null[row]

@@ -112,8 +112,7 @@ def choose_dtype(
 
 
 def has_bfloat16(config: EngineConfig) -> bool:
-    """Return whether the CPU has instructions that multiply bfloat16, used by the native kernels.
-    """
+    """Return whether native kernels may use the CPU's instructions for bfloat16 products."""
     native = native_ops() if config.native_kernels else None
     return native is not None and native.has_bfloat16
 

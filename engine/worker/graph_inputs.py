@@ -195,8 +195,7 @@ class GraphInputs:
             )
 
     def section(self, name: str, size: int) -> Tensor:
-        """Return the first ``size`` values of a static input, at the same address for every size.
-        """
+        """Return a static input's first ``size`` values; the address is equal for all sizes."""
         return self._device.tensors[name][:size]
 
     def sampling_tensors(self, size: int) -> dict[str, Tensor]:

@@ -77,9 +77,7 @@ class KVCacheSpec:
 
     @property
     def num_null_blocks(self) -> int:
-        """Return how many blocks are never given to requests: 1 (the null block) if any group has a
-        window.
-        """
+        """Return how many blocks no request gets: 1 (the null block) if any group has a window."""
         return int(any(window is not None for window in self.sliding_windows))
 
     @property
@@ -234,8 +232,7 @@ class KVMemory:
         return dtype_name(self.spec.dtype)
 
     def fence(self) -> Callable[[], bool] | None:
-        """Return a function that tells whether the GPU has done all work launched so far, or None
-        if done.
+        """Return a function that tells whether all GPU work launched so far is done; None: it is.
 
         Call this on the computing thread; any thread may call the query.
         """

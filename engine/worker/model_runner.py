@@ -102,9 +102,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive what other ranks have still sent to this runner, which the next runner would read
-        otherwise.
-        """
+        """Receive tensors still sent to this runner, which the next runner would read otherwise."""
         self._receive_tokens()
 
     @torch.inference_mode()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
-_CHECKED_PROMPTS = 4  # several, because a model may compute NaN for an odd token
+_CHECKED_PROMPTS = 4  # several: a model may give NaN for one odd prompt length
 _PROMPT_TOKENS = 2  # length of a dummy prompt; one token would make a decode step
 
 

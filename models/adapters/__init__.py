@@ -1,3 +1,1 @@
-"""LoRA adapters for a model's layers: target layers, low-rank products, steps with several
-adapters.
-"""
+"""LoRA adapters for a model's layers: target layers, products, steps with several adapters."""

@@ -203,8 +203,7 @@ class AdaptedExperts:
         return one
 
     def _placed(self, part: TargetPart, name: str) -> TargetPart:
-        """Move a target's rows to their place in an expert's layer, where packed halves are padded.
-        """
+        """Move a target's rows to their place in an expert's layer, whose halves may be padded."""
         size, padded = self._size(name), self._padded(name)
         half = part.rows.start // size if part.rows.start else 0
         start = half * padded

@@ -53,17 +53,13 @@ class LatentLowRank:
         return sum(one.numel() * one.itemsize for one in tensors)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Return what the adapter adds to absorbed queries, given queries ``[n, num_heads,
-        key_dim]``.
-        """
+        """Return the addition to absorbed queries, for queries ``[n, num_heads, key_dim]``."""
         inner = query.new_empty(*query.shape[:2], self.down.out_features)
         ops.grouped_packed_linear(query, self.keys, inner)
         return ops.packed_linear(inner.flatten(0, 1), self.up).view(*query.shape[:2], -1)
 
     def expand(self, attended: Tensor, value_dim: int) -> Tensor:
-        """Return what the adapter adds to values, given attended latents ``[n, num_heads,
-        latent]``.
-        """
+        """Return the addition to values, for attended latents ``[n, num_heads, latent]``."""
         inner = ops.packed_linear(attended.flatten(0, 1).contiguous(), self.down)
         out = attended.new_empty(*attended.shape[:2], value_dim)
         ops.grouped_packed_linear(inner.view(*attended.shape[:2], -1), self.values, out)

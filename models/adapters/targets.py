@@ -67,8 +67,7 @@ class TargetPart:
     columns: slice | None = None
 
     def of(self, stored: Tensor) -> Tensor:
-        """Return these rows of a tensor that is in the checkpoint's order, ``[num_outputs, ...]``.
-        """
+        """Return these rows of a tensor in the checkpoint's order, ``[num_outputs, ...]``."""
         return stored if self.order is None else stored[self.order]
 
 

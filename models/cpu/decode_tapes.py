@@ -40,9 +40,7 @@ class _Taped:
 
     @property
     def has_states(self) -> bool:
-        """Return whether the model has recurrent states, which recording does not advance: replay
-        the tape next.
-        """
+        """Return whether there are recurrent states, which recording does not advance."""
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:

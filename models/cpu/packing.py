@@ -185,8 +185,7 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding as a view of the head's panels; keep others in 16 bits, if exact.
-        """
+        """Keep a tied embedding in the head's panels; keep others in 16 bits if that is exact."""
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)
@@ -324,9 +323,7 @@ def _has_room(wanted: WeightFormat | None, layout: CodeLayout) -> bool:
 
 
 def _as_head(weight: ops.PackedWeight) -> ops.PackedWeight:
-    """Return a head's weight, with inputs rounded finely, as input errors go directly into the
-    logits.
-    """
+    """Return a head's weight with finely rounded inputs, as input errors affect the logits."""
     return replace(weight, has_fine_inputs=weight.format.code_bits is not None)
 
 

@@ -1,5 +1,4 @@
-"""Llama 1 to 3.3 and all models saved under the name Llama; Idefics3 and SmolVLM, which see images.
-"""
+"""Llama 1 to 3.3, models saved under the name Llama, and (with images) Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 

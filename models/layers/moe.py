@@ -35,8 +35,7 @@ class AdaptedMix(Protocol):
 
 
 class SparseMoe(Computing):
-    """A mixture of experts: each token uses few of many gated MLPs (Shazeer et al.,
-    arXiv:1701.06538).
+    """A mixture of experts: a token uses few of many MLPs (Shazeer et al., arXiv:1701.06538).
 
     The weights of all experts are one parameter, to be packed and multiplied together.
 
@@ -101,9 +100,7 @@ class SparseMoe(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: ranks divide each expert's intermediate columns; all ranks
-        route.
-        """
+        """Implement ``Shareable.shard``: ranks divide each expert's columns; all ranks route."""
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)

@@ -102,8 +102,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _longrope(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scale by LongRoPE (Ding et al., arXiv:2402.13753): divide each pair's frequency by a factor.
-    """
+    """Scale by LongRoPE (Ding et al., arXiv:2402.13753): divide frequencies by pair."""
     divisors = rope.long_factor if rope.use_long_factors else rope.short_factor
     divisor = torch.tensor(divisors, dtype=torch.float32, device="cpu")  # [head_dim / 2]
     return 1.0 / (divisor * rope.theta ** _exponents(head_dim))

@@ -18,8 +18,7 @@ _GROUP, _SMALL_GROUP = 32, 16  # number of adjacent inputs with one scale
 
 
 def fp4(packed: Tensor) -> Tensor:
-    """Unpack ``[out, in / 2]`` bytes, two numbers each, low half first, to ``[out, in]`` bfloat16.
-    """
+    """Unpack ``[out, in / 2]`` bytes (low half first) to ``[out, in]`` bfloat16."""
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.bfloat16)
     return torch.cat([magnitudes, -magnitudes])[_codes(packed)]
 

@@ -52,8 +52,7 @@ def split_fused_experts(
     by_turns: bool = False,
     as_linears: bool = False,
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by name; each fused tensor is replaced by parts that can be
-    read separately.
+    """Return a checkpoint's tensors by name, with fused tensors replaced by their parts.
 
     Fused tensors are named like the modules of ``transformers``, not like checkpoints.
 
@@ -107,8 +106,7 @@ def _read(stored: StoredTensor, num_experts: int, expert: int, half: int | None)
 def _by_turns(
     stored: StoredTensor, tensors: Mapping[str, StoredTensor], num_experts: int
 ) -> Iterator[StoredTensor]:
-    """Yield the parts of a gpt-oss tensor; yield none for scales, which are read with their blocks.
-    """
+    """Yield the parts of a gpt-oss tensor; none for scales, which belong to blocks."""
     name = stored.name
     kind = name[name.rfind(".experts.") :]
     base = next((one for one in _PARTS if kind.startswith(one)), None)

@@ -117,8 +117,7 @@ def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _offset_groups(scales: Tensor, minima: Tensor, blocks: Tensor, start: int) -> Groups:
-    """Return groups whose scales are multiples of a block's `d`, and minima multiples of `-dmin`.
-    """
+    """Return groups: scales are multiples of a block's `d`, minima of `-dmin`."""
     scales, minima = (one.flatten(1).to(torch.int8) for one in (scales, minima))
     return Groups(scales, minima, _halves(blocks, start), -_halves(blocks, start + 2))
 

@@ -43,9 +43,7 @@ class Rank:
         return shard(size, self.rank, self.size)
 
     def wide_span(self, size: int) -> Span:
-        """Return this rank's share of an axis with quantization groups; divides no group if
-        possible.
-        """
+        """Return this rank's share of an axis; divide no quantization group if possible."""
         if size % _WHOLE_GROUPS or size // _WHOLE_GROUPS < self.size:
             return self.span(size)
         first, end = self.span(size // _WHOLE_GROUPS)

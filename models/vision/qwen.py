@@ -176,8 +176,7 @@ def _norm(spec: QwenSpec, size: int | None = None) -> nn.Module:
 
 
 class _Merger(nn.Module):
-    """Joins squares of adjacent patches, and maps them to the text network's size (Qwen2, Qwen2.5).
-    """
+    """Joins squares of adjacent patches, and maps them to the text size (Qwen2, Qwen2.5)."""
 
     def __init__(self, spec: QwenSpec) -> None:
         super().__init__()

@@ -61,8 +61,7 @@ class CapturedAttention(Protocol):
     """An attention backend that can capture steps before their requests are known."""
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Plan a step before its lengths are known; `fill_captured` gives them before each replay.
-        """
+        """Plan a step with unknown lengths, which `fill_captured` gives before each replay."""
         ...
 
     def fill_captured(
@@ -104,9 +103,7 @@ class ChunkGraphs:
         return [cast("CapturedAttention", backend) for backend in self._context.backends]
 
     def capture(self, size: int) -> None:
-        """Capture a step of ``size`` tokens; capture larger sizes first, as smaller ones reuse
-        their memory.
-        """
+        """Capture a step of ``size`` tokens; larger sizes first, as smaller ones reuse memory."""
         inputs, context = self._inputs, self._context
         metadata = inputs.metadata(size)
         backends = cast("Sequence[AttentionBackend]", context.backends)

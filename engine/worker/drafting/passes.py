@@ -116,8 +116,7 @@ class Passes:
         num_tokens: int,
         num_passes: int,
     ) -> ForwardContext:
-        """Describe successive passes over one request: the first of ``num_tokens`` tokens, the rest
-        of one.
+        """Describe successive passes over one request: ``num_tokens`` tokens, then one per pass.
 
         Args:
             block_tables: one per group, `[num_requests, max_blocks]`.

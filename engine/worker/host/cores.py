@@ -73,9 +73,7 @@ def bind(cores: frozenset[int]) -> None:
 
 @contextlib.contextmanager
 def on_cores(cores: frozenset[int]) -> Iterator[None]:
-    """Pin this thread, and threads started meanwhile, to these cores in this context; empty: do
-    nothing.
-    """
+    """Pin this thread, and threads started meanwhile, to these cores inside this context."""
     if not cores:
         yield
         return

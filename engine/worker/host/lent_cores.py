@@ -199,7 +199,7 @@ class LentCores:
                 continue
             try:
                 share = _Share(self._folder, name)
-            except (ConfigError, OSError):  # its name is no list of cores, or it belongs to another user
+            except (ConfigError, OSError):  # no list of cores, or another user's file
                 continue
             if share.cores.isdisjoint(self._own):
                 self._others[name] = share

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 # most bytes populated beyond the used blocks, so that an idle node's memory stays small
 AHEAD_BYTES = 2**26
-SHARE = 8  # at most this fraction of the machine's available memory
-STEP_BYTES = 2**21  #  # bytes of a huge page, which takes a fraction of a millisecond to populate
+SHARE = 8  # also at most this fraction (1/8) of the machine's available memory
+STEP_BYTES = 2**21  # bytes of a huge page; populating takes a fraction of a ms
 _POPULATE_WRITE = 23  # advice for madvise, since Linux 5.14; missing in Python's mmap
 
 

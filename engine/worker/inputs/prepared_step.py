@@ -29,9 +29,7 @@ class ModelInput:
     images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
-        """Return the adapter spans of some of the step's tokens, as indices into ``rows``
-        (ascending).
-        """
+        """Return the adapter spans of some tokens, as indices into ``rows`` (ascending)."""
         return spans_of_rows(self.adapters, rows)
 
 

@@ -175,9 +175,7 @@ class RequestRows:
         )
 
     def prompt_rows(self, columns: StepColumns, index: int, first_row: int) -> PromptRows:
-        """Return the prompt tokens whose logprobs this step computes; none once the request has
-        output.
-        """
+        """Return the prompt tokens whose logprobs this step computes; none after the prompt."""
         request = self._rows[int(columns.rows[index])]
         first = int(columns.starts[index]) + 1
         end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)

@@ -109,7 +109,7 @@ def _decode_group(
     num_blocks = -(-max_len // block_size)
     padded_len = num_blocks * block_size
     pad_slots = None
-    if min_len < max_len:  # block counts are equal, so only last blocks have pads
+    if min_len < max_len:  # only last blocks have pads
         slots = np.arange(padded_len - block_size, padded_len)  # [block_size]
         requests, offsets = (slots >= lens[:, None]).nonzero()
         pad_slots = torch.from_numpy(requests * padded_len + slots[offsets]).to(device)

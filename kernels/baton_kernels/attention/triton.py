@@ -91,8 +91,7 @@ class TritonAttention:
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Copy to the device the requests of a step that replays the graph of ``num_tokens``
-        tokens.
+        """Copy to the device the requests of a step that replays a captured graph.
 
         Args:
             num_tokens: tokens of the captured step.

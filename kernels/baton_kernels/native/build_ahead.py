@@ -1,6 +1,4 @@
-"""Builds the C library for all instruction sets: ``python -m baton_kernels.native.build_ahead
-FOLDER``.
-"""
+"""Builds the C library for all instruction sets: ``-m ...build_ahead FOLDER``."""
 
 from __future__ import annotations
 

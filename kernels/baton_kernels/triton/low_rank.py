@@ -66,9 +66,7 @@ def _expand_launcher(tile_rows: int) -> Launcher:
 
 
 def _expand_warps(tile_rows: int) -> int:
-    """Return the number of warps of a program that expands; with 4 warps, many rows spill
-    registers.
-    """
+    """Return the warps of a program that expands; with 4 warps, many rows spill registers."""
     return 4 if tile_rows == FEW_ROWS else 8
 
 
@@ -91,8 +89,7 @@ def shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_R columns of a tile's intermediate result: x times some rows of one part of A.
-    """
+    """Compute BLOCK_R columns of a tile's product of x with one part of A."""
     tile = tl.program_id(0)
     blocks = tl.cdiv(max_rank, BLOCK_R)
     part = tl.program_id(1) // blocks

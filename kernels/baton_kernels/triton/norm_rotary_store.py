@@ -160,9 +160,7 @@ def store_kv(
 
 
 def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Choose tile widths for half of the rotated dims, and for the dims that are not rotated (0:
-    none).
-    """
+    """Choose tile widths for half of the rotated dims, and for the other dims (0: none)."""
     tail = head_dim - rotary_dim
     return {
         "HALF_BLOCK": triton.next_power_of_2(rotary_dim // 2),

@@ -333,8 +333,7 @@ def _nibbles(kind: str, base: int, one: int, less: int) -> str:
 
 
 def _bytes_bf16(less: int) -> str:
-    """Return assembly code that unpacks 8-bit codes to two numbers in each of four planes, via
-    float32.
+    """Return assembly code that unpacks two numbers of each of four planes, via float32.
 
     The float 2^23 with a code in its lowest bits is 2^23 plus the code; ``less`` is added.
     """

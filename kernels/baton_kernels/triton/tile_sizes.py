@@ -1,5 +1,4 @@
-"""Tile sizes of the attention kernels for decodes and prompts, by head size and by the device's
-shared memory.
+"""Tile sizes of the attention kernels for decodes and prompts, by head size and shared memory.
 
 Sizes were chosen by the compiled code's use of registers and memory (``tools/compile_kernels.py``),
 not by measured times. Refuses to know: kernels, steps.

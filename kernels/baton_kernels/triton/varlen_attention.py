@@ -275,8 +275,7 @@ def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str
 
 
 class CapturedTiles:
-    """Tiles at fixed addresses, for all steps of at most ``num_tokens`` tokens and
-    ``num_requests``.
+    """Tiles at fixed addresses, for all steps up to ``num_tokens`` and ``num_requests``.
 
     Every request is in tiles, even with one new token. Parts that a step does not need get
     positions after every request's end.
@@ -415,9 +414,7 @@ def bind_tiles(
 def _launchers(
     shape: PagedShape, element_size: int, shared: int, has_window: bool, has_soft_cap: bool
 ) -> tuple[Launcher, Launcher]:
-    """Return the launchers of `varlen_attention` and `merge_tiles`; ``shared``: KiB of shared
-    memory.
-    """
+    """Return the launchers of `varlen_attention` and `merge_tiles`; ``shared`` is in KiB."""
     tile = varlen_tile(shape, element_size, shared)
     return (
         Launcher(

@@ -90,9 +90,7 @@ def first_best(scores, token_ids):
 
 @triton.jit
 def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
-    """Return the largest key such that the weights of this and larger keys reach ``target``; else
-    0.
-    """
+    """Return the largest key from which on weights sum to ``target``; 0: none does."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2**31, tl.uint32)
     for _ in range(NUM_BITS):
