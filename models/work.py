@@ -48,7 +48,7 @@ class ModelWork:
 def model_work(
     config: ModelConfig, *, dtype: str, weights: str = "auto", kv_cache_dtype: str = "auto"
 ) -> ModelWork:
-    """Compute the work of a model.
+    """Compute a model's FLOPs and bytes per token and per step.
 
     Args:
         dtype: type of the computation.

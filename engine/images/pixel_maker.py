@@ -63,7 +63,7 @@ class PixelMaker:
         self._waiting: deque[PromptImages] = deque()
         self._making: dict[bytes, list[PromptImages]] = {}  # waiting prompts, by digest
         self._num_tokens: dict[bytes, int] = {}  # of the images in `_making`
-        # largest pixel values so far, in bytes; 0: no image was made yet
+        # most bytes of pixel values per token of an image so far; 0: no image was made yet
         self._bytes_per_token = 0.0
         self._gathered: dict[PromptImages, dict[bytes, ImagePixels]] = {}
         self._results: deque[tuple[bytes, Outcome]] = deque()  # written by the event loop's thread

@@ -14,8 +14,8 @@ from baton.api.errors import ConfigError
 from baton.kv.manifest import shard
 
 Span = tuple[int, int]  # first index of an axis, and the index after the last
-# Kernels and checkpoints have groups of at most this many neighbouring integers. Cuts are at
-# multiples of this size where possible, so that no group is cut.
+# Largest quantization group, in adjacent inputs. Axes are divided at multiples of this size where
+# possible, so that no group is divided.
 _WHOLE_GROUPS = 128
 
 

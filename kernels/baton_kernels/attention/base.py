@@ -31,8 +31,8 @@ class AttentionMetadata:
     # host copy of the query lengths, so that no backend has to read a tensor
     query_lens: tuple[int, ...]
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
-    # [num_tokens] int32, never descending within a request: the end of the keys that a token sees,
-    # at most seq_len. None: a token sees the keys up to itself. GPU backends need None.
+    # [num_tokens] int32, non-decreasing within a request: each token attends to keys before this
+    # position. None: attention is causal; GPU backends support nothing else.
     row_ends: Tensor | None = None
 
 

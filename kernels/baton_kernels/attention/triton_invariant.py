@@ -31,7 +31,8 @@ class InvariantTritonAttention:
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # largest last
+        # by number of requests, largest last
+        self._buffers: dict[PagedShape, list[PartBuffers]] = {}
         self._tiles: dict[PagedShape, Tensor] = {}  # tiles of this step
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
