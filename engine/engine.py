@@ -130,7 +130,7 @@ class Engine:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Return the blocks that a parked request still needs from the remote node.
 
-        None: memory is short.
+        Returns None if memory is short.
         """
         return self._scheduler.grant(request_id)
 

@@ -200,7 +200,7 @@ class WaitingRoom:
     def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
         """Update the count of remote requests for a status change to ``status``.
 
-        None: the request ends.
+        ``status`` is None for a request that ends.
         """
         self.num_remote -= request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         self.num_remote += status is RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -67,7 +67,7 @@ class RotaryEmbedding(nn.Module):
     def _table(self, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
         """Return a table with enough positions, ``[2, positions, rotary_dim]``.
 
-        None: it would be too large.
+        Returns None if the table would be too large.
         """
         table = self._tables.get(dtype)
         if table is not None and min(max_seq_len, self._num_positions) <= table.shape[1]:

@@ -140,7 +140,7 @@ def _hold_entry(
 ) -> CacheEntry | None:
     """Hold a model's entry in the cache until ``files`` is closed.
 
-    None: the cache has no entry for it.
+    Returns None if the cache has no entry for the model.
     """
     sources = gguf_files(folder) or _weight_files(folder)
     size = sum(path.stat().st_size for path in sources)

@@ -155,7 +155,7 @@ class CpuAttention:
     ) -> Tensor | None:
         """Make a mask ``[query_len, seq_len]`` to add to scores.
 
-        None: SDPA's causal mask suffices.
+        Returns None if SDPA's causal mask suffices.
         """
         if window is None and chunk.query_len == chunk.seq_len and row_ends is None:
             return None
@@ -173,7 +173,7 @@ class CpuAttention:
     ) -> Tensor | None:
         """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores.
 
-        None: every key is visible.
+        Returns None if every key is visible.
         """
         if window is None and group.same_len:
             return None

@@ -31,8 +31,8 @@ _DECODE = {  # three programs per multiprocessor, with 72 KiB each
 _DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4)}
 
 _VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
-# Half the rows with 4 warps would let two programs share a multiprocessor (capability 9.0), but each
-# key would be read twice as often, for which the L2 cache lacks bandwidth.
+# With half the rows and 4 warps, two programs would share a multiprocessor (capability 9.0), but
+# each key would be read twice as often, for which the L2 cache lacks bandwidth.
 _VARLEN = {  # at most 130 KiB
     16: TileSize(128, 8, 5),
     32: TileSize(128, 8, 5),
