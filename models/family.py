@@ -54,7 +54,7 @@ def as_written(fields: Fields) -> Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Description of the models that one name in ``architectures`` stands for.
+    """Description of the models with one name in ``architectures``.
 
     Attributes:
         recipe: makes the recipe; raises ModelLoadError for unsupported features.

@@ -3,7 +3,7 @@
 The scheduling of speculative decoding: decides which requests the drafter reads, and how many
 drafts a step makes and verifies. Does nothing without a `DraftPolicy`.
 
-A drafter with KV of its own reads all tokens of a request, or none. Blocks with tokens that the
+A drafter with separate KV reads all tokens of a request, or none. Blocks with tokens that the
 drafter has not read have class `UNREAD` in the prefix cache, so that requests with drafts do not
 reuse them. Refuses to know: how drafts are made, how good they are, rejection sampling.
 """

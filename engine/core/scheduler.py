@@ -326,7 +326,7 @@ class Scheduler:
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
-        if self._num_adapted:  # the worker expects the tokens of each adapter side by side
+        if self._num_adapted:  # the worker expects adjacent tokens per adapter
             scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:

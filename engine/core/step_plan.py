@@ -74,7 +74,7 @@ class StepPlan:
             in flight samples. If the last known token is computed, the next token is sampled.
             Computed tokens after the last known token are drafts; one more token is sampled after
             each draft. A pooled request samples no token, so its number of known tokens is the
-            prompt's length plus one. Requests of one adapter are side by side.
+            prompt's length plus one. Requests of one adapter are adjacent.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` where the step in flight
             samples a token.
         constrained: ids of requests whose sampling is masked by a grammar, or by the end of a

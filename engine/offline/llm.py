@@ -285,7 +285,7 @@ class LLM:
     def adapter_digest(self, name: str) -> AdapterDigest:
         """Return the digest of an adapter by name.
 
-        An empty name gives an empty digest (base model).
+        An empty name means the base model, whose digest is empty.
         """
         return self._named(name).digest if name else NO_ADAPTER
 

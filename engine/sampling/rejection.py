@@ -33,7 +33,7 @@ _BEYOND = 2**31  # larger than any token id, so never equal to one
 
 
 def salted(keys: Words, purpose: int) -> Words:
-    """Return random words for one purpose: `[n, 2]` in and out."""
+    """Derive from keys the random words for one purpose: `[n, 2]` in and out."""
     ids = np.array([_BEYOND + 2 * purpose, _BEYOND + 2 * purpose + 1], dtype=np.uint32)
     return noise_hashes(keys[:, None], ids[None])
 

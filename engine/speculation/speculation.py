@@ -54,7 +54,8 @@ class Speculation:
         vocab_size: size of the model's vocabulary.
         adaptive: whether to leave out drafts that do not pay off.
         in_steps: whether workers make drafts within steps, which takes time.
-        drafter_reads: whether the drafter has KV of its own, and so must read all tokens.
+        drafter_reads: whether the drafter has separate KV, and so must read all of a request's
+            tokens.
     """
 
     def __init__(

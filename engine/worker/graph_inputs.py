@@ -32,7 +32,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Sections:
-    """Arrays side by side in one buffer of bytes, by name."""
+    """Arrays by name, placed one after another in one buffer of bytes."""
 
     def __init__(self, memory: Tensor, sizes: dict[str, tuple[torch.dtype, int]]) -> None:
         self.memory = memory  # [num_bytes] uint8

@@ -5,7 +5,7 @@
     state of t ---------- (norm) ---+
 
 The optional parts, and their names, depend on the checkpoint's layout (``eagle.py``, ``mtp.py``).
-EAGLE-3's layer attends over token and state side by side, without ``fc``. Refuses to know: layouts,
+EAGLE-3's layer attends over token and state concatenated, without ``fc``. Refuses to know: layouts,
 files.
 """
 
@@ -60,7 +60,7 @@ class StateLayout:
 
 
 class WideLayer(DecoderLayer, Computing):
-    """EAGLE-3's layer (arXiv 2503.01840), which attends over embedding and state side by side."""
+    """EAGLE-3's layer (arXiv 2503.01840), which attends over embedding and state concatenated."""
 
     def __init__(self, config: ModelConfig, residual_is_normed: bool) -> None:
         super().__init__(config, 0)

@@ -72,7 +72,7 @@ class SparseMoe(Computing):
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
-        # Width of the experts' input and output: the residual stream's, or a projection's.
+        # Width of the experts' input and output: that of the residual stream, or of a projection.
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None

@@ -78,8 +78,8 @@ class Preprocessor:
 def decode(data: bytes) -> Image.Image:
     """Decode the first frame of an image file, upright and in RGB, as transformers does.
 
-    The size must equal the one from which the router computed the prompt, so `upright` decides the
-    orientation.
+    The router computed the prompt from the image's size as `upright` reads it, so this function
+    must rotate the image equally.
 
     Raises:
         InvalidRequestError: the file is no image that can be decoded.

@@ -38,8 +38,8 @@ class PlacedImage(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: rows of the tokens in the step, ascending.
-        first: row of the encoding that the first of these tokens reads; the others read the rows
-            after it.
+        first: row of the encoding that replaces the first of these tokens; later tokens use the
+            rows after it.
     """
 
     digest: bytes
