@@ -182,7 +182,7 @@ class GrammarCompiler:
             matcher = await asyncio.shield(self._compile(structured_output, caller))
             return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
         except InvalidRequestError as error:
-            # copied, because requests share the compiled matcher
+            # a copy, because requests share the cached error
             return InvalidRequestError(error.field, error.problem)
         except (BatonError, OSError, RuntimeError) as error:
             # The cause is neither the request nor this node, so this counts as overload.

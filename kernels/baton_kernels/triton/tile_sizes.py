@@ -19,7 +19,8 @@ SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227,
 LEAST_SHARED_KIB = 99
 
 # All by padded head size. With 5 stages, the next tile of keys and values loads while a program
-# waits for the current one (``cp.async.wait_group 3``); with 3 or 4, not, see `TileSize`.
+# waits for the current one (``cp.async.wait_group 3``); with 3 or 4 stages, the next tile is not
+# loaded ahead (see `TileSize`).
 _DECODE = {  # three programs per multiprocessor, with 72 KiB each
     16: TileSize(128, 4, 5),
     32: TileSize(128, 4, 5),

@@ -118,7 +118,7 @@ def varlen_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Grid (NUM_KV_HEADS, num_parts): one part of a tile, for one KV head."""
+    """Attend over one part of a tile, for one KV head. Grid (NUM_KV_HEADS, num_parts)."""
     kv_head = tl.program_id(0)
     part = parts + tl.program_id(1) * 5
     request = tl.load(part)
@@ -196,7 +196,7 @@ def merge_tiles(
     D: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
 ):
-    """Grid (NUM_KV_HEADS, num_merges, M / ROWS): combine the parts of some rows of a tile."""
+    """Merge the parts of some rows of a tile. Grid (NUM_KV_HEADS, num_merges, M / ROWS)."""
     kv_head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 4
     request = tl.load(merge)
