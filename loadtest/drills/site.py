@@ -32,7 +32,7 @@ class UpOptions:
     Attributes:
         decode_args: additional arguments for decode nodes.
         cores: cores that the nodes divide and the router shares; empty: those of this process.
-        lend_cores: whether nodes compute on each other's idle cores.
+        lend_cores: whether a node may compute on another node's idle cores.
     """
 
     model: str
@@ -188,12 +188,12 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
 
 
 def _tell_of_build() -> None:
-    """Explain the start's delay in a line on standard error, apart from the report."""
+    """Print a line on standard error that explains why the start takes long."""
     sys.stderr.write(f"{BUILDING}\n")
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
-    """Start the deployment on these cores; must run on a thread of its own."""
+    """Start the deployment on these cores; call this on a separate thread."""
     before = os.sched_getaffinity(0)
     try:
         if cores:

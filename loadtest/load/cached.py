@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from loadtest.load.record import RequestRecord
 
-# Shares of prompt tokens. By chance far fewer are cached, such as a chat template's beginning or a
+# Shares of prompt tokens that may be cached by chance, such as a chat template's beginning, or a
 # block that two prompts share.
 UNEXPLAINED = 0.05
 MUCH = 0.5
@@ -34,12 +34,18 @@ class CacheReport:
 
     @property
     def cached_share(self) -> float | None:
-        """Share of prompt tokens that the server had cached; None if the server does not say."""
+        """Share of prompt tokens that the server had cached.
+
+        None if the server does not report it.
+        """
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     @property
     def shared_share(self) -> float | None:
-        """Share of prompt tokens that a server may have cached; None if the server does not say."""
+        """Share of prompt tokens that a server may have cached.
+
+        None if the server does not report it.
+        """
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def line(self) -> str:

@@ -1,4 +1,4 @@
-"""Made-up traces: sessions of growing prompts over shared prefixes, and their arrival times.
+"""Generated traces: sessions of growing prompts over shared prefixes, and their arrival times.
 
     prompt of turn n = prefix of the session's group | turn 1 | output 1 | turn 2 | ... | turn n
 

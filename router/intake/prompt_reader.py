@@ -30,7 +30,8 @@ from router.intake.images.image_reader import ImageFile, ImageReader, check_mark
 from router.intake.text_options import TextOptions
 from router.intake.texts import ChatPrompt, Texts, fork_texts
 
-_DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabulary
+# Tokens per piece: decoding a piece takes some milliseconds, with any vocabulary
+_DECODED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
     if tokenizer is None or not may_fork():
         return EarlyReaders(tokenizer)
     texts = grammars = None
-    with contextlib.suppress(OSError):  # without resources; `PromptReader.start` reports the error
+    # No resources to fork; `PromptReader.start` reports the error
+    with contextlib.suppress(OSError):
         texts = fork_texts(tokenizer)
         grammars = fork_trials(folder)
     return EarlyReaders(tokenizer, texts, grammars)

@@ -65,12 +65,13 @@ def answer_or_calls(
     Args:
         form: the family's marks and shape of calls.
         answer: JSON Schema of the answer.
-        several: whether one output may contain more than one call.
+        several: whether one output may contain several calls.
 
     Raises InvalidRequestError.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
-        # Answer and call both begin with a brace, and the library's lexer would pick one of them.
+        # Answer and call both begin with a brace, and the library's lexer would choose one of the
+        # two.
         raise InvalidRequestError(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The next piece of the model's thought before its answer."""
+    """The next piece of the model's reasoning before its answer."""
 
     text: str
 

@@ -56,7 +56,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
             text = "".join(header)
             if not ending:
                 if CHANNEL not in text and START not in text and text.strip():
-                    yield text  # a header was cut short, so this is text
+                    yield text  # a header was cut off, so this is text
                 return
         begins_with_header = True
         tag = yield from _message(source, "".join(header))

@@ -84,7 +84,7 @@ class Source:
             yield MORE
 
     def comes(self, text: str) -> Steps[bool]:
-        """Return whether the next characters are exactly this text."""
+        """Return whether the next characters are exactly this text, without consuming them."""
         for length in range(1, len(text) + 1):
             if (yield from self.peek(length)) != text[:length]:
                 return False
