@@ -202,7 +202,7 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether nearly all of a prompt is cached, and the request can start at once."""
+        """Return whether so much of a prompt is cached that the request can start at once."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.num_usable_cached_tokens(request)

@@ -74,7 +74,7 @@ class Quarantine:
             self._gone.add(engine_id)
 
     def end_drained(self, engine_id: str) -> None:
-        """Free the blocks held for a dead peer whose messages are all read, unless it came back."""
+        """Free the blocks held for a dead peer whose messages are read, unless it came back."""
         if engine_id in self._draining:
             for key in [key for key, held in self._held.items() if held.engine_id == engine_id]:
                 self.free(key, engine_id)

@@ -24,7 +24,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a decode node needs besides the KV to continue a request.
+    """The data that a decode node needs besides the KV to continue a request.
 
     A node ignores unknown fields, and uses defaults for absent fields. A new field that a node must
     understand needs a new version.

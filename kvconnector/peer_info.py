@@ -55,7 +55,7 @@ class ProcessPlace(NamedTuple):
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the KV connector of one process start tells other nodes.
+    """A description of one process start's KV connector for other nodes.
 
     Attributes:
         engine_id: id of the process start, which is never reused.

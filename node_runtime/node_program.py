@@ -314,7 +314,7 @@ async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
 
 
 class _Serving:
-    """Compute health: joined to a router, no thread stalled, a peer connected if required."""
+    """Computes health: joined to a router, no thread stalled, a peer connected if required."""
 
     def __init__(self, tell: Callable[[bool], Awaitable[None]], *, needs_peer: bool) -> None:
         self._tell = tell

@@ -14,7 +14,7 @@ _NUM_OWN = 64
 # overload.
 _CLIENTS_SHARE = 0.8
 _MIN_DESCRIPTORS = 256
-_NODES_SHARE = 1 / 4  # share of the address for nodes and operators, if separate
+_NODES_SHARE = 1 / 4  # share of nodes and operators, if they have their own address
 # Descriptors per gRPC connection: the client's socket, and both ends of an internal connection.
 _RPC_DESCRIPTORS = 3
 _MAX_NODES = 4096

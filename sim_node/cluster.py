@@ -32,7 +32,7 @@ from sim_node.sim_model import OutputSource
 
 logger = logging.getLogger(__name__)
 
-# Seconds over which nodes' beats are spread, so that not all nodes send at once.
+# Parts of a beat interval over which nodes' beats are spread, so that not all send at once.
 _NUM_BEAT_SLICES = 10
 # Most nodes that join at a time: a router introduces each new node to all nodes of the other role.
 _MAX_JOINING = 16

@@ -525,7 +525,7 @@ def _is_no_wrong_request(record: logging.LogRecord) -> bool:
 
 
 def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
-    """Return headers with each limit of a key, the rest of the limit, and when it is full again."""
+    """Return headers with each limit of a key, its rest, and when the limit is full again."""
     headers = {}
     for kind, rate in rates.items():
         word = _RATE_WORDS[kind]

@@ -75,7 +75,7 @@ class NodeHealth:
         return 1.0
 
     def is_unwanted(self, num_open: int) -> bool:
-        """Return whether the next request should go elsewhere, given this node's open requests."""
+        """Return whether this node has too many open requests for another one now."""
         if self.state is HealthState.CANARY:
             return num_open > 0
         return self.state is HealthState.EJECTED

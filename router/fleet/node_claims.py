@@ -1,4 +1,4 @@
-"""Node claims: checks that what a node says of itself and of its requests is possible.
+"""Node claims: checks that a node's messages about itself and its requests are possible.
 
 A joined node may be broken, of another version, or hostile. An impossible value ends its link with
 an error of one line before any code uses the value. Whether a possible value is likely is not
@@ -34,15 +34,18 @@ MAX_NAME_CHARS = 256  # most characters of node names, engine ids, addresses, ve
 MAX_WHY_CHARS = 1024
 _NAME = f"must have at most {MAX_NAME_CHARS} printable characters"
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
-MAX_REGISTRATION_PARTS = 2**10  # three per compatibility entry, plus the other fields
+MAX_REGISTRATION_PARTS = 2**10  # three texts per compatibility entry, plus the other fields
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
 MAX_RANKS = 2**10
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_STEP_TIMES = 16
 MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
-MAX_TEXT_CHARS = 2**16  # longest text of an error or of a peer's problem
-MAX_KV_HASHES = 2**17  # per message; Baton's nodes send half of that at most
+# Most characters of an error, or of a peer's problem, per message; Baton's nodes send at most half
+MAX_TEXT_CHARS = 2**16
+# Most requests that a node may report. Real nodes have fewer: each running request holds a block,
+# and routers limit waiting requests.
+MAX_KV_HASHES = 2**17
 # Most requests that a node may report. Real nodes have fewer: each running request holds a block,
 # and routers limit waiting ones.
 MAX_REQUESTS = 2**24
@@ -62,7 +65,7 @@ class Vocabulary:
 
 
 def registration_problem(registration: NodeRegistration) -> str:
-    """Return what is impossible in a registration; empty if all is possible."""
+    """Return which claim in a registration is impossible; empty if all are possible."""
     names = {
         "node_name": registration.node_name,
         "engine_id": registration.engine_id,
@@ -142,7 +145,10 @@ def _decode_times_problem(decode_times: Sequence[DecodeTime]) -> str:
 
 
 def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: Vocabulary) -> str:
-    """Return what is impossible in an event, or "". Takes a few passes over columns, in C."""
+    """Return which claim in an event is impossible, or "".
+
+    Takes a few passes over columns, in C.
+    """
     match event:
         case StepDeltas():
             return _rows_problem(event, vocabulary) or _deltas_problem(event.deltas, vocabulary)
@@ -226,7 +232,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s
-        # The tokens of a preempted request may count several times; `NodeLoad` bounds the number.
+        # The tokens of a preempted request may count several times; `NodeLoad` limits the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:

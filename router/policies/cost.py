@@ -194,7 +194,7 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Return the places without local places that would win but miss a deadline.
+        """Return the places, without winning local places that would miss a deadline.
 
         For a tenant at its fair share, decode nodes with queued prompts are left out too: the
         request was admitted because prefill nodes have room, and other tenants would wait behind

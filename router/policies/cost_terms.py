@@ -95,7 +95,7 @@ class CostTerms:
         return self.adapter_load_s.get(node.engine_id, 0.0)
 
     def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
-        """Return the transfer time that nothing hides: of the last chunk's last layer group."""
+        """Return the transfer time that no computing hides: the last chunk's last layer group."""
         num_bytes = min(num_missing, LAST_CHUNK_TOKENS) * self.kv_bytes_per_token
         return num_bytes / NUM_LAYER_GROUPS / bytes_per_s
 

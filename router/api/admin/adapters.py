@@ -29,7 +29,7 @@ from router.names.table import NameTable
 
 logger = logging.getLogger(__name__)
 
-# Pause before the last check: a request that looked up its name before the change is then open, or
+# Seconds after a change by which a request that looked up its name before the change is open, or
 # loads the adapter again.
 GRACE_S = 1.0
 WAIT_S = 10.0  # seconds for which an operator's call waits for an adapter's requests to end

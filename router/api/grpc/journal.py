@@ -205,7 +205,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _position(deltas: Sequence[TextDelta], output_index: int) -> int:
-    """Return how many pieces lie before an index."""
+    """Return how many pieces lie before an output index."""
     end = 0
     for position, delta in enumerate(deltas):
         if delta.output_index == output_index:

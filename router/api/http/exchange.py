@@ -72,7 +72,7 @@ BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that reads nothing for this many seconds after its deadline is disconnected.
 READ_GRACE_S = 30.0
-# Most output tokens of a response without stream: building a larger response takes much memory and
+# Most logprobs of a response without stream, over all outputs: building more takes much memory and
 # blocks the event loop.
 MAX_LOGPROBS_AT_ONCE = 300_000
 # Most prompt token ids in one response; ids count once per output.

@@ -65,7 +65,7 @@ def sampling_params(
 
 @contextmanager
 def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
-    """Name the request's own field in errors about structured outputs and beams."""
+    """Name the client's own fields in errors about structured outputs and beams."""
     try:
         yield
     except InvalidRequestError as error:

@@ -22,8 +22,7 @@ from router.intake.images.image_options import ImageOptions
 from router.intake.images.image_reader import ImageFile, ImageReader
 
 MAX_FETCHES = 16  # most fetches at once, for all callers together
-# Most fetches at once for one tenant: hosts that never answer must not keep other tenants' images
-# waiting.
+# Hosts that never answer must not keep other tenants' images waiting.
 MAX_FETCHES_OF_CALLER = 8  # most fetches at once for one tenant
 _PIECE_BYTES = 2**16
 _MAX_HEADER_BYTES = 8_190

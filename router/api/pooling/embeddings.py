@@ -39,7 +39,7 @@ class EmbeddingRequest(PooledFields, kw_only=True):
             such prompt.
         task: Jina's name of ``input_type``.
         embedding_type: Jina's name of ``encoding_format``.
-        output_dtype, embed_dtype: Voyage's and vLLM's fields: kind of the numbers.
+        output_dtype, embed_dtype: Voyage's and vLLM's fields: data type of the numbers.
         normalized, normalize: Jina's and vLLM's fields: whether embeddings have length 1.
     """
 

@@ -157,8 +157,7 @@ class Recovery:
         Raise PoisonRequestError if it kills nodes.
         """
         if self._suspicion is not None:
-            # Waits for a time, not an event
-            while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # noqa: ASYNC110
+            while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # ends at a time
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
 
     def narrow(self, fleet: Fleet) -> Fleet:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 # Most subschemas visited for one argument; a larger schema counts as allowing anything.
 MAX_SCHEMAS = 1_000
 _MAX_DEPTH = 32
-# Families whose templates show arguments in Python's notation.
+# Python's notation is read, too, because some families' templates show it.
 _NULLS = ("null", "None")
 _BOOLS = {"true": True, "false": False}
 # Texts longer than this are not read as Python literals, because Python's reader is slow
