@@ -117,7 +117,7 @@ class GrantQueue:
             bisect.insort(self._waiting, item, key=lambda item: item[1].rank)
 
     def _is_refused(self, key: Key) -> bool:
-        """Return whether the first request was refused and nothing has changed since."""
+        """Return whether the first request was refused, with equal free blocks and queue."""
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused

@@ -168,6 +168,6 @@ async def _session(
 
 
 def _in_turn(deployments: Sequence[Deployment], repeat: int) -> Sequence[Deployment]:
-    """Rotate the deployments, so that each repeat begins with a different one."""
+    """Rotate the deployments, so that each repeat begins with a different deployment."""
     first = repeat % len(deployments)
     return (*deployments[first:], *deployments[:first])

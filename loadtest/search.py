@@ -1,8 +1,8 @@
 """Searches for the highest rate that a server holds within an SLO, and its uncertainty.
 
 A rate is bracketed, then bisected. The whole search is repeated with other requests, because one
-search gives a bracket but no idea of its error. Each repeat tries other rates: on a common grid,
-repeats would end at the same points and only seem to agree.
+search gives a bracket but not its error. Each repeat tries other rates: on a common grid, repeats
+would end at the same points and only seem to agree.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _StoppedError(Exception):
 
 
 class _SilentError(Exception):
-    """The rate is so low that no request came while measuring."""
+    """The rate is so low that no request was sent in the measured window."""
 
 
 async def find_highest(

@@ -111,7 +111,7 @@ def load_engine(
     """Load a model for a node.
 
     Args:
-        grammars: grammar parts made before any thread started; None: none.
+        grammars: grammar parts made before any thread started; None: they are made later.
         loads_adapters: whether the node can load the adapters of its commands.
 
     Raises:

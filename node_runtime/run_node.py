@@ -37,7 +37,7 @@ def run_node(
         role: the node's role, from which a missing name is made.
         load: imports the code that makes the node. Called late, because it imports torch, and in a
             thread, because it may download the model.
-        grammars: grammar parts made before any thread started; None: none.
+        grammars: grammar parts made before any thread started; None: they are made later.
     """
     # Imported here, so that --help is fast.
     from baton.access.access import Access

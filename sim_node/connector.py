@@ -278,7 +278,7 @@ class NearPeers(Peers):
 
 
 class _Life(PeerProcess):
-    """Tells whether a simulated peer has ended."""
+    """Tells whether the process of a simulated peer has ended."""
 
     def __init__(self, engine_id: str, network: KVNetwork) -> None:
         self.engine_id = engine_id

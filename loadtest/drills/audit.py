@@ -57,7 +57,7 @@ class Look:
 
 
 class Auditor:
-    """Asks a router for its nodes' ledgers.
+    """Asks a router for the ledgers of its nodes.
 
     Args:
         router: ``host:port``.

@@ -52,7 +52,7 @@ class Site:
 
     Args:
         pids: process ids by name.
-        deployment: the deployment that was started here; None: none.
+        deployment: the deployment that this process started; None: it started none.
         fault_files: by node name, the file from which a node reads its faults.
     """
 
@@ -131,14 +131,14 @@ class Site:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, so that nobody can read half of it."""
+    """Write a file atomically, so that readers never see half of it."""
     beside = path.with_suffix(".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def parse_pids(texts: Sequence[str]) -> dict[str, int]:
-    """Parse texts like ``p0=1234``; raises ConfigError for processes that we cannot signal."""
+    """Parse texts like ``p0=1234``; raises ConfigError for processes that cannot be signalled."""
     pids: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")

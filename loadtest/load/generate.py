@@ -151,7 +151,7 @@ def generate(
 
     Args:
         starts_s: times when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
-        seed: seed of the sessions' contents; their times have a seed of their own.
+        seed: seed of the sessions' contents; the arrival times have another seed.
     """
     chance = random.Random(seed)
     new_ids = itertools.count()

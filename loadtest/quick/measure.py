@@ -252,7 +252,7 @@ def speed_of(result: RunResult, input_tokens: int, num_bytes: float | None = Non
 
 
 async def _read_bytes(page: str, token: str) -> float | None:
-    """Return the bytes that a node has read, by its metrics page; None without a page."""
+    """Return the bytes that a node has read, according to its metrics page; None without a page."""
     return await asyncio.to_thread(_fetch_read_bytes, page, token) if page else None
 
 

@@ -193,7 +193,7 @@ class Attempt:
     def _note_forwarded_by_pair(self, prefill: Node, item: LegDelta) -> None:
         """Cancel, relieve or close the prefill leg, depending on which part of its work is done."""
         if not self.began and item.role is NodeRole.DECODE:
-            # The decode node computed the prompt, as its cache had nearly all of it.
+            # The decode node computed the prompt, because its cache had nearly all of the prompt.
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill

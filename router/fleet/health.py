@@ -75,7 +75,7 @@ class NodeHealth:
         return 1.0
 
     def is_unwanted(self, num_open: int) -> bool:
-        """Return whether this node has too many open requests for another one now."""
+        """Return whether the node is ejected, or is a canary that already has an open request."""
         if self.state is HealthState.CANARY:
             return num_open > 0
         return self.state is HealthState.EJECTED

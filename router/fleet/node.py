@@ -84,7 +84,7 @@ def num_bytes_of(registration: NodeRegistration) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegWork:
-    """What an attempt asks of a node, in tokens; see `Account`.
+    """The work that an attempt asks of a node, in tokens; see `Account`.
 
     Attributes:
         num_tokens: on a decode node, most tokens that the request may hold; on a prefill node,

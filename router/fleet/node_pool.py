@@ -146,7 +146,7 @@ class NodePool:
     def can_load_adapter(self, digest: str) -> bool:
         """Return whether joined nodes of each role have an adapter or can load it.
 
-        A role without nodes counts as able to load: requests wait for its nodes in any case.
+        A role without nodes counts as able to load: requests wait for the role's nodes anyway.
         """
         takes = {
             node.registration.role

@@ -40,7 +40,7 @@ class ServedIdentity:
 
     Attributes:
         served: the served identity, even while its nodes are lost; None before the first.
-        num_changes_total: how often the served identity was replaced by another one.
+        num_changes_total: how often the served identity was replaced by another.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:

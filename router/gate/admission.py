@@ -248,7 +248,7 @@ class Admission:
             )
 
     def _check_queue(self, ticket: Ticket) -> None:
-        """Refuse the queue's last request or this one if it is full (see `FairQueue.last`)."""
+        """If the queue is full, refuse its last request or this one (see `FairQueue.last`)."""
         limit = self.options.max_queued_requests
         if not limit or self._queue.num_requests < limit:
             return

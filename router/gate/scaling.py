@@ -82,7 +82,7 @@ class ScalingSignals:
         self._busy = busy  # drop nodes that left
 
     def signal(self, role: NodeRole) -> ScalingSignal | None:
-        """Return a role's signal; None if no node serves: an unknown load is not an idle one."""
+        """Return a role's signal; None if no node serves, because its load is then unknown."""
         nodes = [node for node in self._pool.nodes if node.registration.role is role]
         serving = [node for node in nodes if self._pool.is_eligible(node)]
         num_lost = sum(lost.role is role for lost in self._pool.lost)

@@ -11,7 +11,7 @@ from baton.api.outputs import Receipt
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """What the gate knows of one request.
+    """The gate's knowledge of one request.
 
     Attributes:
         request_id: the request's scoped id.

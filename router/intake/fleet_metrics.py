@@ -73,7 +73,7 @@ class AdapterCollector(Collector):
     """Collects what adapters computed, and how many nodes have each adapter in memory.
 
     Args:
-        pool: has the nodes; None: there are none.
+        pool: has the nodes; None: no nodes are counted.
     """
 
     def __init__(self, pool: NodePool | None) -> None:

@@ -108,7 +108,8 @@ class PromptReader:
     """Read prompts with one checkpoint's tokenizer.
 
     Args:
-        tokenizer: the checkpoint's tokenizer; None: it has none, and only token ids are served.
+        tokenizer: the checkpoint's tokenizer; None: the checkpoint has none, and only token ids are
+            served.
         admission: has the callers' rate limits.
         max_model_len: returns the most tokens of a request now.
         vocab_size: size of the model's vocabulary.
@@ -184,7 +185,7 @@ class PromptReader:
 
     @property
     def image_marker(self) -> str:
-        """Text that stands for an image in prompts; empty: the model takes no images."""
+        """Text that represents an image in prompts; empty: the model takes no images."""
         return self.images.layout.marker if self.images is not None else ""
 
     def image_reader(self, field: str) -> ImageReader:

@@ -66,7 +66,8 @@ class Texts:
     Args:
         tokenizer: the checkpoint's tokenizer.
         max_model_len: most tokens of a request; sets the workers' limits.
-        early: a template forked by `fork_texts`; None: none.
+        early: a template process forked by `fork_texts`; None: worker processes are started without
+            it.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class OwnPrompts:
         return num_blocks * _KIND.block_size
 
     def note(self, call: Call) -> None:
-        """Note a prompt at its first token, when all of it was computed or found.
+        """Record a prompt at its first token, when its KV was computed or found in the cache.
 
         A prompt must not be recorded earlier: if a tenant could record a prompt that was not
         computed, the receipt of its next request would reveal whether another tenant had sent this

@@ -188,7 +188,7 @@ class NameTable:
         await asyncio.shield(change)
 
     async def _replace(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
-        """Write the new table to the file, then put it in place of the old one."""
+        """Write the new table to the file, then replace the old table by it."""
         async with self._changing:
             served = make()
             try:

@@ -125,7 +125,7 @@ class DecodeTerms:
 
     Attributes:
         room_s: wait until the node has room for the prompt's KV.
-        stall_s: time of the prompts queued there.
+        stall_s: seconds to compute the prompts queued on the node.
         steps_s: weighted time of the request's decode steps.
         damage_s: weighted cost to all other requests together.
     """

@@ -76,7 +76,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class AnsweredMessage(msgspec.Struct, kw_only=True):
-    """An answer; a stream begins with an empty one."""
+    """An answer; a stream begins with an empty answer."""
 
     id: str
     model: str

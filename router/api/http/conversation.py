@@ -93,7 +93,7 @@ async def read_chat_prompt(
 
 
 def _template_options(request: ChatRequest) -> dict[str, Any]:
-    """Return the template variables that have request fields of their own."""
+    """Return the template variables for which the request has separate fields."""
     options: dict[str, Any] = {}
     if request.continue_final_message:
         if request.add_generation_prompt:

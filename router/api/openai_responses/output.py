@@ -238,7 +238,7 @@ class Items:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input text of a custom tool's call, or the raw arguments if they lack one."""
+    """Return the input text of a custom tool's call, or the raw arguments without input text."""
     found = read_arguments(arguments).get(INPUT)
     return found if isinstance(found, str) else arguments
 

@@ -244,7 +244,7 @@ def _add_call(messages: list[Message], item: InputItem, field: str) -> None:
 
 
 def _open_turn(messages: list[Message]) -> Message | None:
-    """Return the last message if it is the assistant's, or add an empty one."""
+    """Return the last message if it is the assistant's, to add items to it; else None."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 

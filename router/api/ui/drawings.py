@@ -83,7 +83,7 @@ def spans_of(trace: admin_pb2.RequestTrace, now_s: float) -> list[Span]:
     """Return the parts of a request's life so far.
 
     Args:
-        now_s: seconds since the request's arrival; unfinished parts end there.
+        now_s: seconds since the request's arrival; unfinished parts end at this time.
     """
     ended_s = trace.ended_s if trace.HasField("ended_s") else now_s
     failed = [one for one in trace.attempts if one.HasField("failed_s")]

@@ -326,7 +326,7 @@ class NodeLoad:
     # ------------------------------------------------------------------ reported and measured
 
     def note_beat(self, beat: NodeBeat) -> None:
-        """Take a node's report of its own load."""
+        """Apply a node's report of its own load."""
         if beat.adapters != self.beat.adapters:
             self.adapters = frozenset(beat.adapters)
         self.beat = beat

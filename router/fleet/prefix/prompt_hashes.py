@@ -32,7 +32,7 @@ class PromptHashes:
         adapter: digest of the adapter that computes the prompt; empty: the base model.
         images: the prompt's images, in order.
         beginning: hashes of a prompt with which this prompt begins, with equal salt, adapter and
-            images; these hashes are reused. None: there are none.
+            images; these hashes are reused. None: all hashes are computed.
     """
 
     def __init__(

@@ -302,7 +302,7 @@ def _regexes(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _searched(pattern: str) -> str:
-    """Turn a pattern that is searched for in a text into a regex of the whole text."""
+    """Turn a pattern that may match anywhere in a text into a regex of the whole text."""
     ways, way, depth, position = [], "", 0, 0
     while position < len(pattern):
         sign, end = pattern[position], position + 1

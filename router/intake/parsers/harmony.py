@@ -73,7 +73,7 @@ def _end(source: Source) -> Steps[str]:
 
 
 def _begins(source: Source) -> Steps[bool]:
-    """Return whether the output begins with a header; if not, all of it is text."""
+    """Return whether the output begins with a header; if not, the whole output is text."""
     for text in _BEGINNINGS:
         if (yield from source.comes(text)):
             return True

@@ -23,7 +23,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 def is_nothing(text: str) -> bool:
-    """Return whether a text stands for empty arguments."""
+    """Return whether a text means empty arguments."""
     return text.strip() in ("", "null")
 
 

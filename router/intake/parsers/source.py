@@ -1,4 +1,4 @@
-"""Source: lets a parser read an output as if it were complete, although it comes in pieces.
+"""Source: lets a parser read an output as if it were complete, although it arrives in pieces.
 
 A parser is a generator that yields parts, and yields `MORE` when it needs more text. The cuts
 between pieces do not change the result, and only text that may begin a marker is scanned twice.
