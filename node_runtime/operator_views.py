@@ -1,4 +1,4 @@
-"""Describes a node to operators: its open requests, and the ledger of who holds which blocks.
+"""Describes a node to operators: its open requests, and the ledger of block owners.
 
 Refuses to know: peers, transfers.
 """

@@ -230,7 +230,7 @@ class RouterConfig:
 
 def drain_delay_s(config: RouterConfig) -> float:
     """Return for how many seconds a stopping router serves on while it reports not ready."""
-    from baton.access.exposure import is_public  # here, so that `--help` is fast
+    from baton.access.exposure import is_public  # imported here, so that `--help` is fast
 
     if config.drain_delay_s is not None:
         return config.drain_delay_s
@@ -251,7 +251,7 @@ def requires_client_certs(config: RouterConfig, listen: str) -> bool:
 
 def check_exposure(config: RouterConfig) -> None:
     """Raise ConfigError for a listener that other machines can reach without protection."""
-    from baton.access.exposure import Exposure  # here, so that `--help` is fast
+    from baton.access.exposure import Exposure  # imported here, so that `--help` is fast
 
     tls = config.tls
     # One API key is enough: callers without a key then have no rights (`baton/access/access.py`).

@@ -101,7 +101,7 @@ class BlockReader(Protocol):
         *,
         writes: bool = True,
     ) -> bytes:
-        """Return ``DIGEST_BYTES`` for each block; see `BlockDigests`."""
+        """Return the digest of each block; see `BlockDigests`."""
 
 
 class SentDigests:

@@ -197,7 +197,7 @@ def _end_process() -> None:
 
 
 class FaultyTransport:
-    """A `KVTransport` that adds faults to another, and breaks the contract only as the spec says.
+    """A transport that adds faults to another one, and breaks the contract only as specified.
 
     Args:
         transport: the transport that moves bytes; this object closes it.

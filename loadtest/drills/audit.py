@@ -80,7 +80,7 @@ class Auditor:
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # Listed after the audit, so a request that ends between the calls is no leak.
+                # List requests after the audit, so that one that ends meanwhile is no leak.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,

@@ -1,4 +1,4 @@
-"""CacheReport: how many prompt tokens the server had cached, and whether the load explains them.
+"""CacheReport: cached prompt tokens of a run, and whether the load itself explains them.
 
 A prompt that the server has seen before costs almost nothing. Prompts of one load share some
 beginnings on purpose. Any further cached tokens come from another run.

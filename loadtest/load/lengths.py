@@ -26,7 +26,7 @@ class LengthDistribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """All numbers from ``least`` to ``most`` are equally likely."""
+    """Lengths from ``least`` to ``most``, all equally likely."""
 
     least: int
     most: int

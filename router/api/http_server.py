@@ -289,7 +289,7 @@ class HttpServer:
                 return error_response(request, ApiError(415, message))
             if request.method == hdrs.METH_POST:
                 try:
-                    self._overload.check()  # before reading anything
+                    self._overload.check()  # refuse before reading anything
                 except OverloadedError as error:
                     return error_response(request, error)
             return await handler(request)

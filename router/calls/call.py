@@ -20,7 +20,7 @@ from router.fleet.prefix.prompt_hashes import PromptHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """All terms of a request but the prompt and the sampling parameters.
+    """All terms of a request, except the prompt and the sampling parameters.
 
     Attributes:
         received_at: when the request reached the router, by `time.perf_counter`.

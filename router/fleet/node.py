@@ -195,7 +195,7 @@ class Node:
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; called once per beat interval."""
         load = self.load
-        if self.beat.num_waiting_for_adapters:  # the engine works: requests wait for files
+        if self.beat.num_waiting_for_adapters:  # requests wait for adapter files
             load.note_stalled()
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")

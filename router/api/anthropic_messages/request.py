@@ -127,7 +127,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
     Attributes:
         output_format: beta name of ``output_config.format``.
-        chat_template_kwargs: vLLM's, as in chat completions.
+        chat_template_kwargs: vLLM's field; works as in chat completions.
     """
 
     model: str

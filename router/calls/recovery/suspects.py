@@ -4,7 +4,7 @@
     the same process joins again    nothing is suspected any more
     no node is lost for a while     each suspect is tried alone on a node
     this node dies                  the suspect fails, and equal requests are refused for minutes
-    the trial succeeds               the suspect is cleared
+    the trial succeeds              the suspect is cleared
 
 Equal requests have equal keyed hashes of sender and content (ADR 0027, ADR 0066).
 """
@@ -111,7 +111,7 @@ class Suspects:
     # ------------------------------------------------------------------ quarantine
 
     def check(self, call: Call) -> None:
-        """Raise PoisonRequestError if an equal request was ended as poison."""
+        """Raise PoisonRequestError if an equal request was found to crash nodes."""
         if self._open_verdicts:
             self._settle_verdicts()
         if self._quarantined:  # check only if needed: hashing a prompt takes time

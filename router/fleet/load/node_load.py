@@ -230,7 +230,7 @@ class NodeLoad:
         )
 
     def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
-        """Return a prompt's forecast; computing it takes ``factor`` times as long as alone."""
+        """Return a prompt's forecast, if computing takes ``factor`` times as long as alone."""
         begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
         wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
         return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)

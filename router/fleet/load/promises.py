@@ -40,7 +40,7 @@ class Promises:
         self._open: set[Promise] = set()
 
     def open(self, finish_by: float, num_steps: float, arrives_at: float) -> Promise:
-        """Add the promise to a request that was placed."""
+        """Add the promise that a placed request must finish by ``finish_by``."""
         promise = Promise(finish_by, num_steps, arrives_at)
         self._open.add(promise)
         return promise
