@@ -196,7 +196,7 @@ class NodeThreads:
         self._loaded = self._loaded.renamed()
 
     def _step(self) -> bool:
-        self._loaded.engine.executor.check_health()  # a rank may also die between steps
+        self._loaded.engine.executor.check_health()  # a rank process may also die between steps
         if self.weights is not None and self.weights.is_asleep:
             return False  # commands from a router that does not know of the drain wait
         busy = self._node.step()

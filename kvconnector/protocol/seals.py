@@ -24,7 +24,7 @@ from kvconnector.protocol.pair_keys import KeyPair, PairKeys
 TAG_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = TAG_BYTES + NUMBER_BYTES
-# A message is refused if its sender's number has advanced by this much since.
+# A message is refused if its number is this far below its sender's highest accepted number.
 WINDOW = 4096
 _WINDOW_BITS = (1 << WINDOW) - 1
 # Most channels that are kept. Departed peers' channels are kept, too, as these peers may return.

@@ -213,7 +213,7 @@ class WeightsAdmin:
             return
         try:
             async with asyncio.timeout(_KNOWN_WITHIN_S):
-                while not self._links().all_know_drain:  # noqa: ASYNC110  # beats tell
+                while not self._links().all_know_drain:  # noqa: ASYNC110  # polls: beats tell it
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             logger.warning("a router does not know that this node drains")
@@ -228,5 +228,5 @@ class WeightsAdmin:
         self._state = WeightsState.SERVING
 
     async def _until(self, condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-        while not await condition():  # noqa: ASYNC110  # true between two steps
+        while not await condition():  # noqa: ASYNC110  # polls: no event tells
             await asyncio.sleep(_POLL_S)

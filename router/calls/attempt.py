@@ -165,7 +165,7 @@ class Attempt:
                 return
 
     def fail(self, item: LegDelta) -> None:
-        """End with an error, unless the attempt has ended already."""
+        """End the attempt with an error, unless it has already ended."""
         if not self._closed:
             self.close()
             self._buffer.fail(item)

@@ -100,7 +100,7 @@ class OpenCall:
     def note_ttft(self) -> None:
         """Record the time to first token, now that token 1 is passed on.
 
-        Later calls overwrite it.
+        Later calls of this function overwrite the time.
         """
         self._ttft_s = time.perf_counter() - self._call.terms.received_at
 

@@ -38,7 +38,7 @@ class OwnPrompts:
     def num_tokens(self, call: Call) -> int | None:
         """Return how many prompt tokens the call's tenant sent before.
 
-        None if it shares no cache.
+        Returns None if the tenant shares no cache.
         """
         if not call.terms.principal.cache_group:
             return None
