@@ -57,8 +57,8 @@ class GrantQueue:
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}  # missing blocks, and the transfers that bring them
-        # The refused request at the front, with the numbers of free blocks and waiting requests
-        # then. While these stay, the queue need not look up each block of the prompt again.
+        # The refused first request, with the numbers of free blocks and of waiting requests when it
+        # was refused. While both numbers are unchanged, its blocks need not be looked up again.
         self._refused: tuple[Key, int, int] | None = None
 
     def add_parked(self, key: Key, request: Request) -> None:

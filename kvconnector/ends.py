@@ -151,8 +151,7 @@ class Sender(_End):
         self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks, groups))
 
     def push(self, push: BlockPush) -> None:
-        """Write blocks as soon as they are granted; the caller holds the blocks until the transfer
-        ends.
+        """Write blocks as soon as they are granted; the caller holds them until the transfer ends.
 
         The thread that computes the blocks may call this method, too.
         """

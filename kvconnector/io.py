@@ -214,9 +214,7 @@ class IoLoop:
                 time.sleep(0)  # let other threads run
 
     def _pause_s(self) -> float:
-        """Return the longest pause before the next round; 0 if a GPU's writes end within
-        microseconds.
-        """
+        """Return the longest harmless pause before the next round; 0 if a GPU writes KV."""
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
         if self._core.is_moving:
@@ -349,9 +347,7 @@ class IoLoop:
         return Posted(action, posting_s, is_done)
 
     def _write_probe(self, action: WriteProbe) -> Result:
-        """Post probe writes within the action's limits, because posting may copy while other peers
-        wait.
-        """
+        """Post probe writes within the action's limits: posting may copy while others wait."""
         writes = self._writes.setdefault((action.engine_id, NO_TRANSFER), deque())
         num_before, until = len(writes), self._clock() + action.max_s
         problem = ""

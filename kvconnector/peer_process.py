@@ -27,9 +27,7 @@ class PeerProcess:
         self._pidfds = [_open(place) for place in set(peer.processes())]
 
     def has_ended(self) -> bool:
-        """Return whether all processes have certainly ended. A zombie counts as ended: it writes
-        nothing.
-        """
+        """Return whether all processes have certainly ended. Zombies count: they write nothing."""
         return bool(self._pidfds) and all(
             pidfd is not None and _has_ended(pidfd) for pidfd in self._pidfds
         )

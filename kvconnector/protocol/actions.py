@@ -214,9 +214,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class WriteProbe:
-    """Write this node's pattern to a peer's slot: once, then up to ``max_writes`` times within
-    ``max_s``.
-    """
+    """Write our pattern to a slot: once, then up to ``max_writes`` times within ``max_s``."""
 
     engine_id: str
     slot: int

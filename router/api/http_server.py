@@ -525,7 +525,7 @@ def _is_no_wrong_request(record: logging.LogRecord) -> bool:
 
 
 def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
-    """Return headers with each limit of a key, its rest, and when the limit is full again."""
+    """Return headers with each limit of a key, its remainder, and its reset time."""
     headers = {}
     for kind, rate in rates.items():
         word = _RATE_WORDS[kind]
