@@ -73,6 +73,11 @@ class EngineConfig:
         "bytes and uses the checkpoint's scales, if any. The same on all nodes.",
     )
     device: str = option("auto", help="Device to compute on: auto, cpu, cuda or cuda:N.")
+    devices: str = option(
+        "",
+        help="GPUs of this machine's ranks, as CUDA indices such as 0,1: each rank takes the next "
+        "one. Empty: all visible GPUs, in order.",
+    )
     num_threads: int = option(0, least=0, help="Threads for computing on a CPU; 0: all cores.")
     cpu_list: str = option(
         "",
@@ -348,6 +353,7 @@ class EngineConfig:
             raise ConfigError("core_locks: cpu_list must say which cores are this node's own")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        self._check_devices()
         if 0 < self.max_num_batched_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_num_batched_tokens: must be at least max_num_requests "
@@ -368,6 +374,23 @@ class EngineConfig:
             raise ConfigError("draft_acceptance: batch_invariant wants equality, got rejection")
         if self.speculative_method in DRAFTERS:
             self._check_drafter()
+
+    def _check_devices(self) -> None:
+        devices = parse_devices(self.devices)
+        if devices and self.device not in ("auto", "cuda"):
+            raise ConfigError(f"devices: device must be cuda or auto, got {self.device}")
+        if devices and self.executor_name == "ray":
+            raise ConfigError(f"devices: Ray chooses the GPUs of its ranks, got {self.devices!r}")
+        if devices and self.executor_name == "multiproc" and len(devices) < self.num_ranks:
+            raise ConfigError(
+                f"devices: {self.num_ranks} ranks on one machine need {self.num_ranks} GPUs, "
+                f"got {len(devices)}"
+            )
+        if self.device.startswith("cuda:") and self.num_ranks > 1:
+            raise ConfigError(
+                f"device: {self.device} is one GPU, but there are {self.num_ranks} ranks; "
+                "use cuda, and devices"
+            )
 
     def _check_drafter(self) -> None:
         method = self.speculative_method
@@ -440,6 +463,17 @@ class EngineConfig:
             prefill_tokens_beside_decodes=self.prefill_tokens_beside_decodes
             or limits["prefill_tokens_beside_decodes"],
         )
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """Return ``0,2`` as (0, 2), and an empty text as (); raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ConfigError(f"devices: must be CUDA indices such as 0,1, got {text!r}")
+    devices = tuple(map(int, parts))
+    if len(set(devices)) < len(devices):
+        raise ConfigError(f"devices: must name each GPU once, got {text!r}")
+    return devices
 
 
 _MOST_CORES = 2**16  # more cores than any machine has; bounds the set's memory

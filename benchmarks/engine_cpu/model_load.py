@@ -32,14 +32,14 @@ def load_once(weights: str) -> dict[str, float]:
     """Load the model in this process, with libraries imported and kernels built before."""
     from baton.engine_config import EngineConfig
     from baton_kernels.dispatch import native_ops
+    from engine.executors.uniproc import UniprocExecutor
     from engine.worker.host.host_memory import peak_growth
-    from engine.worker.worker import Worker
 
     native_ops()
     config = EngineConfig(device="cpu", weights=weights, kv_cache_bytes=KV_CACHE_BYTES)
     found: list[Any] = []
     start = time.perf_counter()
-    growth = peak_growth(lambda: found.append(Worker(FOLDER, config)))
+    growth = peak_growth(lambda: found.append(UniprocExecutor(FOLDER, config).worker))
     seconds = time.perf_counter() - start
     model, cache = found[0].runner._model, found[0].kv_memory.tensor
     kept = sum(tensor.numel() * tensor.itemsize for tensor in [*model.parameters(), cache])

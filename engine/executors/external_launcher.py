@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
+from engine.executors.devices import device_of_rank
 from engine.executors.meeting import Invitation, Meeting, attend, start_all
 from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
-from models.parallel.torch_group import connect, launchers_store, own_address
+from models.parallel.torch_group import launchers_store, own_address
 
 _INVITATION = "baton/invitation"
 # Variables of rank and size by launcher (torchrun, SLURM, Open MPI); the first pair set is used.
@@ -81,6 +80,8 @@ class ExternalLauncherExecutor(RanksExecutor):
                 f"tensor_parallel_size: with pipeline_parallel_size it makes {config.num_ranks} "
                 f"ranks, but the launcher has started {place.size}"
             )
+        # before any rank waits for another, so that a lack of GPUs ends the job at once
+        device = device_of_rank(config, place.rank)
         store = launchers_store(place.rank, place.size, place.host, place.port)
         if place.rank != config.leader:
             attend(Invitation.decode(store.get(_INVITATION)), place.rank, model_folder)
@@ -94,8 +95,4 @@ class ExternalLauncherExecutor(RanksExecutor):
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)
         start_all(ranks, meeting, model_folder, config)
-        sizes = config.num_ranks, config.tensor_parallel_size
-        super().__init__(
-            *(model_folder, config, others),
-            lambda: connect(place.rank, *sizes, meeting.address, torch.device("cpu")),
-        )
+        super().__init__(model_folder, config, others, device, meeting.address)

@@ -15,18 +15,16 @@ import sys
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-import torch
-
 from baton.engine_config import EngineConfig
 from baton.processes.held_folder import HeldFolder
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import PendingStep
+from engine.executors.devices import device_of_rank
 from engine.executors.rank_process import ENCODER, Start
 from engine.executors.rank_watch import STOPPED, process_state
 from engine.executors.ranks import OtherRanks, RanksExecutor
 from engine.worker.host.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
-from models.parallel.torch_group import connect
 
 # name prefix of the temporary folders where an engine's ranks rendezvous
 RANKS_PREFIX = "baton-ranks-"
@@ -79,27 +77,23 @@ class MultiprocExecutor(RanksExecutor):
     """Ranks on this machine; see `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        device = device_of_rank(config, config.leader)
         folder = HeldFolder(RANKS_PREFIX)
         meeting = str(folder.path)
         level = logging.getLogger().getEffectiveLevel()
         sizes = (config.pipeline_parallel_size, config.tensor_parallel_size)
-        shared = open_shared(*sizes) if config.native_kernels else None
+        shares = config.native_kernels and device.type == "cpu"
+        shared = open_shared(*sizes) if shares else None
         ranks = [
             RankProcess(Start(str(model_folder), config, rank, meeting, level, shared))
             for rank in range(config.num_ranks)
             if rank != config.leader
         ]
         others = OtherRanks(ranks, folder.close)
-        size, stage_size = config.num_ranks, config.tensor_parallel_size
         # The calling thread is pinned to the rank's cores only while it computes.
         self._cores = cores_of_rank(config, config.leader)
         with on_cores(self._cores):
-            super().__init__(
-                *(model_folder, config, others),
-                lambda: connect(
-                    config.leader, size, stage_size, meeting, torch.device("cpu"), shared
-                ),
-            )
+            super().__init__(model_folder, config, others, device, meeting, shared)
         if shared is not None:
             os.close(shared)  # no longer needed once the memory is mapped
 

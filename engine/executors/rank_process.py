@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from baton.adapters.digest import AdapterError
 from baton.adapters.files import Adapter
@@ -32,7 +31,9 @@ from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from baton.processes.process import END_AFTER_DEATH_S, end_within
 from engine.core.step_plan import StepHooks, StepPlan
+from engine.executors.devices import device_of_rank
 from engine.executors.rank_watch import STOPPED, process_state
+from engine.worker.device_choice import make_current
 from engine.worker.host.cores import allowed_cores, bind, cores_of_rank
 from engine.worker.worker import Worker
 from models.parallel.torch_group import connect
@@ -134,12 +135,13 @@ def serve(
         beside_cores = allowed_cores()
         bind(cores)
     try:
+        device = device_of_rank(config, start.rank)
         ranks = connect(
             *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
-            device=torch.device(config.device if config.device != "auto" else "cpu"),
+            device=device,
             shared=start.shared,
         )
-        worker = Worker(model_folder or Path(start.model_folder), config, ranks)
+        worker = Worker(model_folder or Path(start.model_folder), config, device, ranks)
     except Exception as error:
         messages.send_bytes(ENCODER.encode(_failure(error)))
         raise
@@ -190,6 +192,7 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
 
     def run() -> None:
         bind(cores)
+        make_current(worker.device)  # libraries bind to the current device of the calling thread
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:

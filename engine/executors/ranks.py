@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import torch
+
 from baton.adapters.digest import AdapterError
 from baton.adapters.files import Adapter, AdapterFiles
 from baton.api import errors
@@ -37,7 +39,8 @@ from engine.executors.rank_process import (
     Step,
 )
 from engine.executors.uniproc import UniprocExecutor
-from models.parallel.group import CollectiveError, Ranks
+from models.parallel.group import CollectiveError
+from models.parallel.torch_group import connect
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +180,9 @@ class RanksExecutor:
 
     Args:
         others: the other ranks, which are starting and know their options.
-        meet: connects all ranks; returns this rank's view of the group.
+        device: the leading rank's device, the current device of the calling thread.
+        meeting: rendezvous of all ranks, see ``TorchGroup``.
+        shared: descriptor of memory that ranks of this machine share, see `connect`.
     """
 
     def __init__(
@@ -185,16 +190,19 @@ class RanksExecutor:
         model_folder: Path,
         config: EngineConfig,
         others: OtherRanks,
-        meet: Callable[[], Ranks],
+        device: torch.device,
+        meeting: str,
+        shared: int | None = None,
     ) -> None:
         self._others = others
         self._leader = config.leader
         weakref.finalize(self, others.end_all)
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
-            ranks = meet()
+            sizes = config.num_ranks, config.tensor_parallel_size
+            ranks = connect(config.leader, *sizes, meeting, device, shared)
             others.on_end = ranks.abort
-            self._local = local = UniprocExecutor(model_folder, config, ranks)
+            self._local = local = UniprocExecutor(model_folder, config, ranks, device)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
             # wait for the error of the rank that caused this one

@@ -12,14 +12,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from baton.api.errors import ConfigError, EngineDeadError
 from baton.engine_config import EngineConfig
 from baton.processes.ray_processes import connect_ray, where_code_is
+from engine.executors.devices import device_of_rank
 from engine.executors.meeting import Invitation, Meeting, attend, start_all
 from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
-from models.parallel.torch_group import connect
 
 _PLACEMENT_TIMEOUT_S = 120.0
 
@@ -37,11 +35,13 @@ class RayExecutor(RanksExecutor):
     """Ranks on a Ray cluster; see `engine.executors.base.Executor` for the contract."""
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        device = device_of_rank(config, config.leader)
         ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
         self._meeting = meeting  # keeps the rendezvous store open, which other ranks use
-        need = {"CPU": 1.0, "GPU": 1.0} if config.device.startswith("cuda") else {"CPU": 1.0}
+        # An actor sees only the GPUs that it claims.
+        need = {"CPU": 1.0, "GPU": 1.0} if device.type == "cuda" else {"CPU": 1.0}
         group = ray.util.placement_group([need] * len(ranks), strategy="PACK")
         actors: list[Any] = []
 
@@ -85,8 +85,4 @@ class RayExecutor(RanksExecutor):
             raise
         others = OtherRanks(came, end_all)
         start_all(came, meeting, model_folder, config)
-        sizes = config.num_ranks, config.tensor_parallel_size
-        super().__init__(
-            *(model_folder, config, others),
-            lambda: connect(config.leader, *sizes, meeting.address, torch.device("cpu")),
-        )
+        super().__init__(model_folder, config, others, device, meeting.address)

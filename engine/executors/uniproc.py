@@ -11,12 +11,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from baton.adapters.files import Adapter, AdapterFiles
 from baton.api.errors import EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import Executor, PendingStep
+from engine.executors.devices import device_of_rank
 from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.kv_cache import dtype_name
 from engine.worker.worker import Worker
@@ -39,10 +42,22 @@ class SubmittedStep:
 
 
 class UniprocExecutor:
-    """One worker in this process; see `engine.executors.base.Executor` for the contract."""
+    """One worker in this process; see `engine.executors.base.Executor` for the contract.
 
-    def __init__(self, model_folder: Path, config: EngineConfig, ranks: Ranks = ALONE) -> None:
-        self.worker = worker = Worker(model_folder, config, ranks)
+    Args:
+        ranks: the ranks that share the model.
+        device: the worker's device; None: the device of a single rank.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or device_of_rank(config, 0)
+        self.worker = worker = Worker(model_folder, config, device, ranks)
         self.config = worker.config
         self.model_config = worker.model_config
         self.dtype = dtype_name(worker.dtype)

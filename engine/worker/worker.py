@@ -26,7 +26,6 @@ from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
     check_batch_invariant,
     choose_backends,
-    choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
     choose_ops,
@@ -88,19 +87,26 @@ class Worker:
         runner: computes the steps.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """Load the model, allocate its KV memory, and compile kernels and graphs.
 
         Args:
             model_folder: the model's folder, in Hugging Face layout.
             config: the options, equal on all ranks.
+            device: this rank's device, the current device of the calling thread.
             ranks: the ranks that share the model, whose workers are all made at the same time.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
             ConfigError: an option does not fit the model or the machine.
         """
-        self.device = device = choose_device(config.device)
+        self.device = device
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
         # Run ahead by default only on a GPU: on a CPU, scheduling would slow the forward. Pipeline

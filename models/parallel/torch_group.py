@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from baton.api.errors import ConfigError
 from models.parallel.group import SINGLE_RANK, CollectiveError, Ranks
 from models.parallel.shared_group import share_memory
 
@@ -150,7 +151,11 @@ def connect(
         device: the tensors' device.
         shared: descriptor of memory that ranks of this machine share (`open_shared`); on GPUs, sums
             do not use it.
+
+    Raises:
+        ConfigError: some ranks are on CPUs and others on GPUs, or two ranks are on one GPU.
     """
+    _check_devices(rank, num_ranks, meeting, device)
     if device.type != "cpu":
         shared = None
     everyone = TorchGroup(rank, num_ranks, meeting, "everyone", device)
@@ -162,6 +167,33 @@ def connect(
     stage, place = divmod(rank, stage_size)
     of_stage = TorchGroup(place, stage_size, meeting, f"stage-{stage}", device)
     return Ranks(everyone, share_memory(of_stage, shared, stage))
+
+
+def _check_devices(rank: int, num_ranks: int, meeting: str, device: torch.device) -> None:
+    """Raise ConfigError, on every rank, unless the ranks' devices can form one group.
+
+    Gloo and NCCL ranks cannot form a group, and NCCL refuses two ranks on one GPU.
+    """
+    store, _ = _meet(meeting, "devices", num_ranks)
+    store.set_timeout(_TIMEOUT)
+    store.set(str(rank), _describe(device))
+    names = [store.get(str(other)).decode() for other in range(num_ranks)]
+    first_of: dict[str, int] = {}
+    for other, name in enumerate(names):
+        if name.split()[0] != names[0].split()[0]:
+            raise ConfigError(f"device: rank 0 is on {names[0]}, but rank {other} on {name}")
+        if device.type == "cuda" and first_of.setdefault(name, other) != other:
+            raise ConfigError(
+                f"devices: ranks {first_of[name]} and {other} are both on {name}; "
+                "each rank needs a GPU of its own"
+            )
+
+
+def _describe(device: torch.device) -> str:
+    """Return "cpu", or "GPU" and the GPU's unique number."""
+    if device.type == "cpu":
+        return "cpu"
+    return f"GPU {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _refuse_tapes(tensor: Tensor) -> None:
