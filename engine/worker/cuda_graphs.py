@@ -63,6 +63,8 @@ def reason_against_replays(
         return "switched off"
     if device.type != "cuda":
         return f"the model is on {device.type}"
+    if config.pipeline_parallel_size > 1:
+        return "only the last stage computes logits"
     for backend_name in backend_names:
         if backend_name is None:
             return "steps of models with states are not captured"

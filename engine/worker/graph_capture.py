@@ -18,6 +18,7 @@ from engine.worker.cuda_graphs import Replays, StepGraphs, reason_against_graphs
 from engine.worker.drafting.base import Drafting
 from engine.worker.make_runner import LoadedModel, make_model_runner
 from engine.worker.model_runner import ModelRunner
+from models.parallel.group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ def make_captured_runner(
     )
     if reason_against is None:
         _capture("decode steps", "requests", runner.decode_graphs, DeviceCapture())
+        drop_unless_on_all_ranks(runner.decode_graphs, loaded.ranks, kv_cache.device)
     else:
         logger.info("cuda graphs of decode steps off: %s", reason_against)
     if against_chunks is None:
@@ -167,6 +169,17 @@ def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> Non
     seconds = time.monotonic() - started
     counted = f"{len(sizes)} sizes of up to {sizes[-1]} {unit}"
     logger.info("cuda graphs of %s on: %s in %.1f s", steps, counted, seconds)
+
+
+def drop_unless_on_all_ranks(replays: AnyReplays, ranks: Ranks, device: torch.device) -> None:
+    """Drop a rank's graphs if another rank has none, as all ranks must compute a step alike."""
+    if ranks.everyone.size == 1:
+        return
+    captured = torch.tensor([replays.graphs is not None], dtype=torch.int64, device=device)
+    on_all = bool(ranks.everyone.all_gather(captured).all())
+    if replays.graphs is not None and not on_all:
+        logger.warning("cuda graphs off: another rank cannot capture")
+        replays.graphs = None
 
 
 def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:

@@ -110,22 +110,34 @@ class ModelRunner:
         """Launch a prepared step; on a CPU, also wait until it is computed."""
         started_at = time.monotonic()
         if isinstance(prepared, ReplayStep):
-            graphs = self.decode_graphs.graphs
-            assert graphs is not None
-            assert hooks.after_layer is None, "the step was prepared for a replay"
-            hidden, token_ids = graphs.replay(prepared)
-            if not self._sampler.needs_host(prepared.sampling):
-                launched = self._launched_step(prepared, token_ids, {}, started_at)
-                return self._add_drafts(launched, hidden, hooks)
-            # Recompute all logits for prompt logprobs, which are rare: keeping logits would cost
-            # memory in every step.
-            logits = self._model.compute_logits(hidden)
-            launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
-            graphs.correct(prepared, token_ids)
-            return self._add_drafts(launched, hidden, hooks)
+            return self._replay(prepared, hooks, started_at)
         if prepared.images is not None:
             return self._launch_with_images(prepared, prepared.images, hooks, started_at)
         return self._launch_eagerly(prepared, hooks, started_at)
+
+    def _replay(self, prepared: ReplayStep, hooks: StepHooks, started_at: float) -> LaunchedStep:
+        """Replay a captured decode step, in which every rank samples the same tokens."""
+        graphs = self.decode_graphs.graphs
+        assert graphs is not None
+        assert hooks.after_layer is None, "the step was prepared for a replay"
+        self._receive_tokens()  # the replay may read tokens that the leader sampled before
+        hidden, token_ids = graphs.replay(prepared)
+        if not self._sampler.needs_host(prepared.sampling):
+            launched = self._launched_step(prepared, token_ids, {}, started_at)
+            return self._add_drafts(launched, hidden, hooks)
+        # Recompute all logits for prompt logprobs, which are rare: keeping logits would cost
+        # memory in every step.
+        logits = self._model.compute_logits(hidden)
+        if not self._ranks.leads:  # only the leader has the grammars' masks
+            if self._sends_tokens:
+                token_ids = token_ids.new_empty(prepared.num_requests)
+                self._ranks.everyone.receive(token_ids, self._ranks.leader)
+                graphs.correct(prepared, token_ids)
+            return self._launched_step(prepared, None, {}, started_at)
+        launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
+        self._send_tokens(token_ids)
+        graphs.correct(prepared, token_ids)
+        return self._add_drafts(launched, hidden, hooks)
 
     def _launch_with_images(
         self, prepared: PreparedStep, images: StepImages, hooks: StepHooks, started_at: float
@@ -186,10 +198,7 @@ class ModelRunner:
             launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at
             )
-        if self._sends_tokens:
-            for rank in range(self._ranks.everyone.size):
-                if rank != self._ranks.leader:
-                    self._ranks.everyone.send(token_ids, rank)
+        self._send_tokens(token_ids)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return self._add_drafts(launched, hidden_states, hooks)
 
@@ -220,6 +229,13 @@ class ModelRunner:
         ended_at = time.monotonic()
         output = replace(output, draft_token_ids=drafts, drafting_s=ended_at - started_at)
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
+
+    def _send_tokens(self, token_ids: Tensor) -> None:
+        """Send the leader's sampled tokens to the other ranks, if the ranks need the tokens."""
+        if self._sends_tokens:
+            for rank in range(self._ranks.everyone.size):
+                if rank != self._ranks.leader:
+                    self._ranks.everyone.send(token_ids, rank)
 
     def _receive_tokens(self) -> None:
         """Receive the tokens that the leader sampled last, unless they were received already."""

@@ -144,7 +144,9 @@ class Worker:
             num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
         if device.type == "cuda":
-            warm_up(replace(loaded, ranks=ALONE), self.max_model_len)
+            # In captured steps all ranks of a stage sample, so all compile the sampling kernels.
+            samples = ranks.num_stages == 1
+            warm_up(replace(loaded, ranks=ALONE) if samples else loaded, self.max_model_len)
         if ranks.everyone.size == 1:
             check_numbers(loaded)
         self.kv_memory = KVMemory(spec, allocate_kv_cache(spec, num_blocks, device))

@@ -20,6 +20,7 @@ from engine.executors.devices import device_of_rank
 from engine.executors.rank_process import ENCODER, FROM_RANK, Answer, Attach, Start
 from engine.worker import memory_profile
 from models.parallel import torch_group
+from models.parallel.group import Ranks
 
 MODEL = Path("no-model")
 
@@ -57,7 +58,7 @@ def options(num_ranks: int = 2, **others: Any) -> EngineConfig:
     return EngineConfig(tensor_parallel_size=num_ranks, **others)
 
 
-LAUNCHED = {"executor": "external_launcher"}
+LAUNCHED: dict[str, Any] = {"executor": "external_launcher"}
 
 
 @pytest.mark.parametrize(
@@ -147,12 +148,10 @@ class FakeNccl:
         self.place = rank, size
 
 
-def connect_all(
-    devices: list[str], stage_size: int, folder: Path
-) -> list[torch_group.Ranks | ConfigError]:
+def connect_all(devices: list[str], stage_size: int, folder: Path) -> list[Ranks | ConfigError]:
     """Connect one rank per device, each on its own thread; return the ranks or errors."""
 
-    def connect(rank: int) -> torch_group.Ranks | ConfigError:
+    def connect(rank: int) -> Ranks | ConfigError:
         try:
             return torch_group.connect(
                 rank, len(devices), stage_size, str(folder), torch.device(devices[rank])

@@ -12,6 +12,7 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import SHARE, StepPlan
 from engine.engine import Engine
+from engine.executors import uniproc
 from engine.executors.uniproc import worker_of
 from engine.make_engine import make_engine
 from engine.worker import warm_up, worker
@@ -83,7 +84,6 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
     model = model_of(load_demo(num_blocks=8))
     for name, stand_in in {
         "load_model": lambda *_, **__: model,
-        "choose_device": lambda name: gpu,
         "choose_backends": lambda *_: ("reference",),
         "choose_packer": lambda *_: None,
         "allocate_kv_cache": lambda spec, num_blocks, device: allocate_kv_cache(
@@ -93,6 +93,7 @@ def test_a_gpu_is_warmed_up_when_its_memory_is_not_measured(
         "warm_up": lambda *arguments: warmed.append(arguments),
     }.items():
         monkeypatch.setattr(worker, name, stand_in)
+    monkeypatch.setattr(uniproc, "device_of_rank", lambda config, rank: gpu)
     engine = make_engine(DEMO_MODEL, EngineConfig(**options))  # type: ignore[arg-type]
     [(loaded, max_model_len)] = warmed
     assert (loaded.device, loaded.backends) == (gpu, ("reference",))
