@@ -205,7 +205,7 @@ class DecodeNode:
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.num_usable_cached_tokens(request)
-        if request.images is not None and not request.images.may_compute_from(num_cached):
+        if not request.can_compute_from(num_cached):
             return False
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold

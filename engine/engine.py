@@ -197,7 +197,7 @@ class Engine:
         Raises:
             ConfigError: no thread or descriptor is left.
         """
-        self._scheduler.masks.start()
+        self._scheduler.grammars.masks.start()
         self._grammars.prepare()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
@@ -246,7 +246,7 @@ class Engine:
 
         `schedule` itself waits some milliseconds for a mask, so repeated calls are no busy loop.
         """
-        return self._scheduler.awaits_masks
+        return self._scheduler.grammars.awaits_masks
 
     def rename_cache(self, compatibility: Mapping[str, str]) -> None:
         """Forget cached KV and encodings, as the weights have changed; call without open requests.
@@ -354,8 +354,7 @@ class Engine:
         self._busy_until = output.ended_at
         self._figures.note_step(scheduled, computed_s)
         self._scheduler.fail_all(output.without_numbers)
-        self._scheduler.fail_images(output.failed_images)
-        self._scheduler.counters.encoder_s += output.encoding_s
+        self.images.note_step(output, self._scheduler)
         result = self._scheduler.update(scheduled, output)
         self._log.note_result(result)
         self.adapters.settle()

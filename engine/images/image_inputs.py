@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.images import ImageLayout, PromptImage
 from engine.core.images.prompt_images import PromptImages
+from engine.core.outputs import ModelRunnerOutput
 from engine.core.scheduler import Scheduler
 from engine.images.pixel_maker import PixelMaker
 
@@ -77,10 +78,15 @@ class ImageInputs:
         if self._pixels is None:
             return
         for images, error in self._pixels.take_ready():
-            scheduler.set_pixels(images, error)
+            set_pixels(scheduler, images, error)
         wanted, scheduler.images.wanted = scheduler.images.wanted, []
         for images in wanted:
             self._pixels.submit(images)
+
+    def note_step(self, output: ModelRunnerOutput, scheduler: Scheduler) -> None:
+        """Count a step's encoding, and end requests whose images could not be encoded."""
+        scheduler.counters.encoder_s += output.encoding_s
+        fail_images(scheduler, output.failed_images)
 
     def wait(self) -> None:
         """Wait until the images of some request may have been decoded."""
@@ -96,3 +102,26 @@ class ImageInputs:
         """End the processes."""
         if self._pixels is not None:
             self._pixels.close()
+
+
+def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | None = None) -> None:
+    """Let the requests that wait for pixel values go on, or end them with an error."""
+    for request in list(scheduler.requests.values()):
+        if request.images is not images:
+            continue
+        if error is not None:
+            scheduler.fail(request, error)
+        else:
+            scheduler.resume(request)
+
+
+def fail_images(scheduler: Scheduler, failed: Mapping[bytes, str]) -> None:
+    """End the requests that need images that could not be encoded.
+
+    Call this before `Scheduler.update`, which then keeps nothing of their step.
+
+    Args:
+        failed: digests, and why.
+    """
+    for request, error in scheduler.images.failures(failed, list(scheduler.requests.values())):
+        scheduler.fail(request, error)

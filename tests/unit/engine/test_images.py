@@ -13,6 +13,7 @@ from baton.api.sampling_params import SamplingParams
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.images.image_inputs import set_pixels
 from tests.fakes.engine.demo_engine import load_demo
 from tests.fakes.images.fake_images import (
     FakeEncoder,
@@ -88,7 +89,7 @@ def make_wanted(engine: Engine) -> None:
     while wanted:
         images = wanted.pop()
         images.pixels = {digest: pixels_of(data) for digest, data in images.files.items()}
-        engine._scheduler.set_pixels(images)
+        set_pixels(engine._scheduler, images)
 
 
 def expected(parts: Sequence[Sequence[int] | bytes]) -> list[int]:
