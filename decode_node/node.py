@@ -204,7 +204,7 @@ class DecodeNode:
         """Return whether nearly all of a prompt is cached, and the request can start at once."""
         if not self._options.local_prefill_threshold:
             return False
-        num_cached = self.engine.num_usable_cached_tokens(request)
+        num_cached = self.engine.kv_cache_manager.num_usable_cached_tokens(request)
         if not request.can_compute_from(num_cached):
             return False
         num_missing = request.num_initial_tokens - num_cached
@@ -259,7 +259,7 @@ class DecodeNode:
                 job.first_step_s = now - job.reservation.committed_at
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
             if output.finish_reason is not None:
-                receipt = _receipt(job, self.engine.why_drafts(job.request))
+                receipt = _receipt(job, self.engine.features.why_drafts(job.request))
                 self._drop_job(output.request_id, receipt=receipt)
                 logger.debug(
                     "ended (%s) after %d tokens",

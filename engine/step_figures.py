@@ -14,6 +14,7 @@ from engine.core.metrics import EngineMetrics, by_sign
 from engine.core.outputs import SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor
+from engine.step_log import StepLog
 from engine.step_stretch import StepStretch
 from models.work import model_work
 
@@ -31,10 +32,12 @@ class StepFigures:
 
     Attributes:
         num_steps: steps that computed something and have ended.
+        log: debug lines of the steps.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.num_steps = 0
+        self.log = StepLog(scheduler, executor.config.max_num_requests)
         self._scheduler, self._config = scheduler, executor.config
         most_beside = executor.config.prefill_tokens_beside_decodes
         self._least_beside = max(most_beside // _LEAST_PART, 1)

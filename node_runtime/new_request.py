@@ -31,7 +31,7 @@ def new_request(
         raise InvalidRequestError("model", "generates no text")
     check_prompt(token_ids, vocab_size=vocab_size, max_model_len=engine.max_model_len)
     check_sampling_params(params, vocab_size=vocab_size)
-    images = engine.images.of_prompt(command.images, command.prompt_token_ids)
+    images = engine.features.images.of_prompt(command.images, command.prompt_token_ids)
     if images is not None and not images.files and _computes_prompt(command):
         raise InvalidRequestError("images", "came without files to the node that encodes them")
     return Request.create(

@@ -131,7 +131,7 @@ class NodeThreads:
         if loaded.weights is not None:
             changing = loaded.weights, self._loop.ask, weights_root, self._rename
             self.weights = NodeWeights(loaded.engine, *changing)
-        loaded.engine.wake_with(self._loop.wake)
+        loaded.engine.features.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 

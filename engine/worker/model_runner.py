@@ -10,16 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.core.images.image_plan import StepImages
 from engine.core.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.step_sampler import LaunchedStep, Proposed, StepSampler
 from engine.worker.drafting.base import Drafting, DraftingStep
+from engine.worker.extras.step_extras import StepExtras
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
-from engine.worker.inputs.encodings import Encodings
 from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, ReplayStep
-from engine.worker.pooler import Pooler
 from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
@@ -47,7 +45,7 @@ class ModelRunner:
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
-        encodings: encodings of images.
+        extras: encodes images, and pools prompts.
     """
 
     def __init__(
@@ -64,14 +62,13 @@ class ModelRunner:
         self._drafting, self._sampler = drafting, sampler
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched
         self._model = forward.context.model
-        self._pooler = Pooler(self._model, is_last_stage=ranks.is_last_stage)
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._sends_tokens = sends_tokens and ranks.everyone.size > 1
         self._rows_to_receive: Tensor | None = None  # rows whose tokens are still at the leader
         self._device = device = input_batch.device
-        self.encodings = Encodings(self._model, device)
+        self.extras = StepExtras(self._model, device, is_last_stage=ranks.is_last_stage)
         self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -90,11 +87,8 @@ class ModelRunner:
             eager: whether the step will be launched with a callback, and so cannot be replayed.
         """
         batch = self._input_batch
-        eager = eager or plan.images is not None or self.decode_graphs.graphs is None
-        prepared = batch.fill(plan) if eager else batch.fill_or_stage(plan)
-        if plan.images is not None:
-            assert isinstance(prepared, PreparedStep)
-            prepared = replace(prepared, images=plan.images)
+        prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
+        prepared = prepare(plan)
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
         return prepared
@@ -121,36 +115,20 @@ class ModelRunner:
             launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
             graphs.correct(prepared, token_ids)
             return self._add_drafts(launched, hidden, hooks)
-        if prepared.images is not None:
-            return self._launch_with_images(prepared, prepared.images, hooks, started_at)
         return self._launch_eagerly(prepared, hooks, started_at)
-
-    def _launch_with_images(
-        self, prepared: PreparedStep, images: StepImages, hooks: StepHooks, started_at: float
-    ) -> LaunchedStep:
-        """Encode a step's new images, then launch the step, which reads encodings."""
-        read = self.encodings.read(images)
-        prepared = replace(prepared, model=replace(prepared.model, images=read.rows))
-        launched = self._launch_eagerly(prepared, hooks, started_at)
-        launched.output = replace(
-            launched.output, failed_images=read.failed, encoding_s=read.seconds
-        )
-        return launched
 
     def _launch_eagerly(
         self, prepared: PreparedStep, hooks: StepHooks, started_at: float
     ) -> LaunchedStep:
-        inputs = prepared.model
-        last_tokens = self._input_batch.last_tokens
+        prepared = self.extras.begin(prepared)
+        inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         if prepared.pending_tokens is not None:
             self._receive_tokens()
             places, rows = prepared.pending_tokens
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
         hidden_states = self._forward.run(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
-        pooled = self._pooler.pool(hidden_states, prepared) if prepared.pooled else {}
-        launched = self._sample(prepared, hidden_states, hooks, started_at)
-        launched.pooled = pooled
-        return launched
+        self.extras.pool(hidden_states, prepared)
+        return self.extras.add_to(self._sample(prepared, hidden_states, hooks, started_at))
 
     def _sample(
         self, prepared: PreparedStep, hidden_states: Tensor, hooks: StepHooks, started_at: float

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from engine.features.images.media_work import read_answer, work_of
+from engine.features.images.pixel_maker import PixelMaker, error_of
 
 from baton.api.errors import BatonError
 from engine.core.images.prompt_images import ImagePixels, PromptImages
 from engine.engine import Engine
-from engine.images.media_work import read_answer, work_of
-from engine.images.pixel_maker import PixelMaker, error_of
 from models.vision.preprocess import Preprocessor
 
 
@@ -59,5 +59,5 @@ class InlinePixels(PixelMaker):
 
 def decode_inline(engine: Engine, preprocessor: Preprocessor) -> None:
     """Let an engine's images be decoded in this process."""
-    assert engine.images.are_taken
-    engine.images._pixels = InlinePixels(preprocessor.pixels)
+    assert engine.features.images.are_taken
+    engine.features.images._pixels = InlinePixels(preprocessor.pixels)
