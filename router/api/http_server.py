@@ -426,8 +426,12 @@ class HttpServer:
         bases = self._names.bases
         if any(base.intake.reader.is_starting for base in bases):
             raise ApiError(503, "the processes that read requests are starting")
-        if not any(base.intake.is_ready for base in bases):
-            why = bases[0].intake.why_not_ready if self._access.is_open else "no nodes are ready"
+        if not any(base.intake.abilities.is_ready for base in bases):
+            why = (
+                bases[0].intake.abilities.why_not_ready
+                if self._access.is_open
+                else "no nodes are ready"
+            )
             raise ApiError(503, why)
         return web.Response(text="ready\n")
 

@@ -12,11 +12,11 @@ from baton.api.outputs import Receipt, TextDelta
 from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call
 from router.intake.answers.call_text import CallText
+from router.intake.answers.long_answers import LongAnswers
+from router.intake.answers.prompt_log import PromptLog
+from router.intake.answers.usage import OwnPrompts, told
 from router.intake.cache_salts import CacheSalts
-from router.intake.long_answers import LongAnswers
 from router.intake.parsers.base import OutputParser
-from router.intake.prompt_log import PromptLog
-from router.intake.usage import OwnPrompts, told
 
 
 class Answers:
