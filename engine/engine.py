@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from baton.api.errors import BatonError
 from baton.kv.block_hash import cache_namespace
-from engine.adapters import AdapterTable
 from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -69,10 +68,7 @@ class Engine:
         self.block_pool = self.kv_cache_manager.block_pool
         self._scheduler = scheduler
         self._figures = StepFigures(scheduler, executor)
-        config = executor.config
-        self.adapters = AdapterTable(
-            executor, config.max_adapters, config.adapter_cache_bytes, self._adapters_in_use
-        )
+        self.adapters = features.make_adapters(executor, self._adapters_in_use)
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
         self._busy_until = 0.0  # when the device finished the previous step

@@ -4,18 +4,19 @@
     before a step       what has become ready goes to the scheduler
     after a step        failed images end their requests; drafts follow the sampled tokens
 
-Adapters are apart (`engine/adapters.py`), because a request holds one until it ends. Refuses to
-know: how requests are scheduled, tensors.
+Refuses to know: how requests are scheduled, tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.executors.base import Executor
 from engine.images.image_inputs import ImageInputs
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.speculation.speculation import Speculation
@@ -44,6 +45,15 @@ class Features:
         self.grammars, self.speculation = grammars, speculation
         self.images = images or ImageInputs()
         self._scheduler = scheduler
+
+    def make_adapters(self, executor: Executor, in_use: Callable[[], set[str]]) -> AdapterTable:
+        """Make the table of the LoRA adapters in memory.
+
+        Args:
+            in_use: returns the adapters of open requests and of the step in flight.
+        """
+        config = executor.config
+        return AdapterTable(executor, config.max_adapters, config.adapter_cache_bytes, in_use)
 
     def prepare(self) -> None:
         """Load and start all that grammars and images need; takes up to seconds.

@@ -26,6 +26,7 @@ from router.gate.overload import Overload
 from router.gate.rate_limits import RateLimits
 from router.gate.scaling import ScalingSignals
 from router.intake.abilities import Abilities
+from router.intake.answers.answers import Answers
 from router.intake.cache_salts import make_salts
 from router.intake.fleet_metrics import Collected, collect_scaling
 from router.intake.images.image_reader import ImageReader
@@ -166,6 +167,7 @@ def make_intake(
     abilities = Abilities(
         dispatcher,
         limits.vocab_size,
+        config.texts.make_parsers(readers.tokenizer),
         setup=config.texts.read_setup(folder),
         end_token_ids=read_end_token_ids(folder),
     )
@@ -180,19 +182,16 @@ def make_intake(
         images=_make_image_reader(config, folder, readers.tokenizer),
         may_encode=lambda: dispatcher.pool.may_encode_images,
     )
+    salts = make_salts(config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file))
     return Intake(
         dispatcher,
         reader,
         abilities,
+        Answers(readers.tokenizer, salts, logs_prompts=config.log_prompts),
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
-        cache_salts=make_salts(
-            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
-        ),
-        parsers=config.texts.make_parsers(readers.tokenizer),
         sampling_defaults=config.texts.sampling_defaults(folder),
-        logs_prompts=config.log_prompts,
     )
 
 

@@ -1,4 +1,4 @@
-"""Abilities: what a base model does beside sampling tokens: poolings, and beam searches.
+"""Abilities: what a base model does beside sampling tokens: thoughts, calls, poolings and beams.
 
 Refuses to know: prompts, texts.
 """
@@ -10,6 +10,7 @@ from baton.checkpoint.pooling.setup import GENERATES_ONLY, PoolingSetup
 from router.calls.beam_run import BeamLimits, BeamRun, begin_search
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
+from router.intake.parsers.choice import OutputParsers
 
 
 class Abilities:
@@ -18,21 +19,23 @@ class Abilities:
     Args:
         dispatcher: runs the calls on the model's nodes.
         vocab_size: size of the model's vocabulary.
+        parsers: divide the outputs of conversations.
         setup: the model's embeddings, scores or labels.
         end_token_ids: tokens that end an output, for beam searches.
 
     Attributes:
-        setup: see the arguments.
+        parsers, setup: see the arguments.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         vocab_size: int,
+        parsers: OutputParsers,
         setup: PoolingSetup = GENERATES_ONLY,
         end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.setup = setup
+        self.parsers, self.setup = parsers, setup
         self._dispatcher, self._vocab_size = dispatcher, vocab_size
         self._end_token_ids = end_token_ids
 

@@ -28,10 +28,8 @@ from router.calls.dispatcher import Dispatcher
 from router.gate.admission import Admission
 from router.intake.abilities import Abilities
 from router.intake.answers.answers import Answers
-from router.intake.cache_salts import CacheSalts
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.base import OutputParser
-from router.intake.parsers.choice import OutputParsers
 from router.intake.prompt_reader import Prompt, PromptReader, ReadPrompt, is_chat
 
 MAX_REQUEST_ID_CHARS = 128
@@ -46,18 +44,15 @@ class Intake:
         dispatcher: runs the calls.
         reader: tokenizes prompts in worker processes.
         abilities: what the model does beside sampling tokens.
+        answers: makes the answers that clients get.
         vocab_size: size of the model's vocabulary.
         default_timeout_s: seconds until the deadline of requests that set none.
         metrics: count every request; None: new counters.
-        cache_salts: decide which cached prompts a request may find; None: salts per tenant.
-        parsers: divide the outputs of conversations; None: chosen by the chat template.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
-        logs_prompts: whether prompts and outputs are logged.
 
     Attributes:
-        reader, abilities, cache_salts, parsers, sampling_defaults: see the arguments.
+        reader, abilities, answers, sampling_defaults: see the arguments.
         tokenizer: the checkpoint's tokenizer; None: only token ids are served.
-        answers: makes the answers that clients get.
     """
 
     def __init__(
@@ -65,23 +60,18 @@ class Intake:
         dispatcher: Dispatcher,
         reader: PromptReader,
         abilities: Abilities,
+        answers: Answers,
         *,
         vocab_size: int,
         default_timeout_s: float,
         metrics: RouterMetrics | None = None,
-        cache_salts: CacheSalts | None = None,
-        parsers: OutputParsers | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
-        logs_prompts: bool = False,
     ) -> None:
         self._dispatcher = dispatcher
-        self.reader, self.abilities = reader, abilities
+        self.reader, self.abilities, self.answers = reader, abilities, answers
         self.tokenizer = reader.tokenizer
         self._metrics = metrics or RouterMetrics()
-        self.cache_salts = cache_salts or CacheSalts()
-        self.parsers = parsers or OutputParsers(self.tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.answers = Answers(self.tokenizer, self.cache_salts, logs_prompts=logs_prompts)
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
 
@@ -135,7 +125,7 @@ class Intake:
         read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
             read = await self.reader.read(prompt, principal)
-            thinking = self.parsers.asked_thinking(read.token_ids, params.thinking)
+            thinking = self.abilities.parsers.asked_thinking(read.token_ids, params.thinking)
             params = dataclasses.replace(params, thinking=thinking)
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
@@ -157,7 +147,7 @@ class Intake:
             sampling_params=params,
             terms=terms,
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
-            cache_salt=self.cache_salts.of(principal, terms.cache_word),
+            cache_salt=self.answers.salts.of(principal, terms.cache_word),
             is_chat=is_chat(prompt),
             images=read.images,
         )

@@ -24,10 +24,11 @@ class Answers:
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: outputs have no text.
-        salts: the router's cache salts.
+        salts: decide which cached prompts a request may find, and its receipt may reveal.
         logs_prompts: whether prompts and outputs are logged.
 
     Attributes:
+        salts: see the arguments.
         long: builds response parts that contain many logprobs.
     """
 
@@ -35,6 +36,7 @@ class Answers:
         self, tokenizer: Tokenizer | None, salts: CacheSalts, *, logs_prompts: bool = False
     ) -> None:
         self.long = LongAnswers()
+        self.salts = salts
         self._tokenizer = tokenizer
         self._own_prompts = OwnPrompts(salts)
         self._prompt_log = PromptLog(tokenizer) if logs_prompts else None

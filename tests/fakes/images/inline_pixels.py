@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from engine.features.images.media_work import read_answer, work_of
-from engine.features.images.pixel_maker import PixelMaker, error_of
 
 from baton.api.errors import BatonError
 from engine.core.images.prompt_images import ImagePixels, PromptImages
 from engine.engine import Engine
+from engine.images.media_work import read_answer, work_of
+from engine.images.pixel_maker import PixelMaker, error_of
 from models.vision.preprocess import Preprocessor
 
 

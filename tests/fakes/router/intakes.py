@@ -8,8 +8,11 @@ from baton.checkpoint.pooling.setup import GENERATES_ONLY, PoolingSetup
 from baton.text.tokenizer import Tokenizer
 from router.calls.dispatcher import Dispatcher
 from router.intake.abilities import Abilities
+from router.intake.answers.answers import Answers
+from router.intake.cache_salts import CacheSalts
 from router.intake.images.image_reader import ImageReader
 from router.intake.intake import Intake
+from router.intake.parsers.choice import OutputParsers
 from router.intake.prompt_reader import PromptReader
 
 
@@ -22,10 +25,12 @@ def make_intake(
     trusts_templates: bool = False,
     images: ImageReader | None = None,
     setup: PoolingSetup = GENERATES_ONLY,
+    parsers: OutputParsers | None = None,
+    cache_salts: CacheSalts | None = None,
     **options: Any,
 ) -> Intake:
     """Return an intake whose reader starts new processes; other options are those of `Intake`."""
-    abilities = Abilities(dispatcher, vocab_size, setup)
+    abilities = Abilities(dispatcher, vocab_size, parsers or OutputParsers(tokenizer), setup)
     reader = PromptReader(
         tokenizer,
         dispatcher.admission,
@@ -39,6 +44,7 @@ def make_intake(
         dispatcher,
         reader,
         abilities,
+        Answers(tokenizer, cache_salts or CacheSalts()),
         vocab_size=vocab_size,
         default_timeout_s=default_timeout_s,
         **options,

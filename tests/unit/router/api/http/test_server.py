@@ -22,7 +22,7 @@ from router.api.http.errors import error_response
 from router.api.http_server import SERVED, HttpServer
 from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
-from router.intake import long_answers
+from router.intake.answers import long_answers
 from router.intake.metrics import RouterMetrics
 from router.names.metrics_page import MetricsPage
 from tests.fakes.router.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
