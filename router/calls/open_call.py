@@ -185,7 +185,8 @@ class OpenCall:
             adapter_source=pool.adapters.source_of(call.terms.adapter),
         )
         self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms)
-        forecast = (prefill or decode).forecast_of(terms.epoch)
+        computes = decode if prefill is None else prefill
+        forecast = computes.forecast_of(terms.epoch)
         self._placer.decisions.note_forecast(call.scoped_id, forecast)
         return self._attempt
 
