@@ -16,7 +16,7 @@ from router.calls.open_call import OpenCall
 from router.calls.placing import Placer
 from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following, RequestLog
-from router.calls.running_calls import RunningCalls
+from router.calls.running_calls import RunningCalls, pass_gate
 from router.calls.wake_ups import Turns, WakeUps
 from router.fleet.node_pool import NodePool
 from router.gate.admission import Admission, make_admission
@@ -55,7 +55,7 @@ class Dispatcher:
         self.turns = Turns()
         self.admission = admission or make_admission(pool)
         self.placer = Placer(pool, policy, lambda: self.admission.num_queued)
-        self._running = RunningCalls(self.admission)
+        self._running = RunningCalls()
         self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
         # Epochs never repeat, even after a restart: a client may reuse a request id while nodes
@@ -87,8 +87,8 @@ class Dispatcher:
         self._running.add_call(call)
         try:
             with self.log.follow(call) as following:
-                at_gate = self._running.admitted(call, lambda: self._num_cached(call))
-                async with at_gate as (admitted, ticket):
+                gate = pass_gate(self.admission, call, lambda: self._num_cached(call))
+                async with gate as (admitted, ticket):
                     following.note_admitted()
                     with self._opened(admitted, following) as opened, ticket.noting(opened.receipt):
                         async with contextlib.aclosing(opened.outputs()) as outputs:

@@ -1,4 +1,4 @@
-"""RunningCalls: the calls that wait at the gate or run, and their way through the gate."""
+"""RunningCalls: the calls that wait at the gate or run; `pass_gate` lets a call in."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ class RunningCalls:
     """The calls that wait or run, by tenant and request id.
 
     Tenants may use equal request ids: a tenant's call neither blocks nor finds another tenant's.
-
-    Args:
-        admission: decides when a call may begin.
     """
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self) -> None:
         self._calls: dict[str, Call] = {}  # by `Call.scoped_id`
 
     def __len__(self) -> int:
@@ -63,25 +59,26 @@ class RunningCalls:
             )
         return found[0] if found else None
 
-    @contextlib.asynccontextmanager
-    async def admitted(
-        self, call: Call, find_cached_tokens: Callable[[], int]
-    ) -> AsyncIterator[tuple[Call, Ticket]]:
-        """Wait until a call may begin; yield it with the waiting time taken off its timeout.
 
-        Args:
-            find_cached_tokens: returns how many of the prompt's tokens some node has cached.
-        """
-        async with self._admission.enter(
-            request_id=call.scoped_id,
-            num_prompt_tokens=len(call.prompt_token_ids),
-            max_tokens=call.sampling_params.max_tokens,
-            timeout_s=call.timeout_s,
-            priority=call.terms.priority,
-            principal=call.terms.principal,
-            find_cached_tokens=find_cached_tokens,
-            needs_decode=call.pooling is None,
-        ) as ticket:
-            left_s = call.timeout_s - ticket.waited_s
-            admitted = dataclasses.replace(call, timeout_s=left_s, leaves_room=ticket.leaves_room)
-            yield admitted, ticket
+@contextlib.asynccontextmanager
+async def pass_gate(
+    admission: Admission, call: Call, find_cached_tokens: Callable[[], int]
+) -> AsyncIterator[tuple[Call, Ticket]]:
+    """Wait until a call may begin; yield it with the waiting time taken off its timeout.
+
+    Args:
+        find_cached_tokens: returns how many of the prompt's tokens some node has cached.
+    """
+    async with admission.enter(
+        request_id=call.scoped_id,
+        num_prompt_tokens=len(call.prompt_token_ids),
+        max_tokens=call.sampling_params.max_tokens,
+        timeout_s=call.timeout_s,
+        priority=call.terms.priority,
+        principal=call.terms.principal,
+        find_cached_tokens=find_cached_tokens,
+        needs_decode=call.pooling is None,
+    ) as ticket:
+        left_s = call.timeout_s - ticket.waited_s
+        admitted = dataclasses.replace(call, timeout_s=left_s, leaves_room=ticket.leaves_room)
+        yield admitted, ticket
