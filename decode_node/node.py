@@ -36,7 +36,7 @@ from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
 
 logger = logging.getLogger(__name__)
 

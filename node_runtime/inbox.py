@@ -30,7 +30,7 @@ from engine.core.outputs import SchedulerOutput, StepResult
 from engine.engine import Engine
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
-from node_runtime.adapter_queue import AdapterQueue, Failure, JobCommand
+from node_runtime.adapters.adapter_queue import AdapterQueue, Failure, JobCommand
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
 from engine.engine_loop import EngineLoop
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
-from node_runtime.collector import NodeCollector
-from node_runtime.kv_event_feed import KVEventFeed
-from node_runtime.node_adapters import NodeAdapters
+from node_runtime.adapters.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
+from node_runtime.reports.collector import NodeCollector
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
 from prefill_node.spans import PrefillTraces

@@ -34,7 +34,7 @@ from kvconnector.base import (
     TransferOutcome,
 )
 from kvconnector.ends import Sender
-from node_runtime.operator_views import view_request
+from node_runtime.reports.operator_views import view_request
 from prefill_node.layer_tail import LayerTail, LayerTails
 from prefill_node.options import PushMode
 
