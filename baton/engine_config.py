@@ -151,7 +151,8 @@ class EngineConfig:
         0,
         least=0,
         help="Tokens per KV block; 0: 16, but in a model with states (Mamba, convolutions) the "
-        "fewest whose keys and values take as many bytes as the states. The same on all nodes.",
+        "fewest whose keys and values take as many bytes as the states, and 256 for FlashAttention "
+        "2. The same on all nodes.",
     )
     kv_layout: str = option(
         "layers",

@@ -156,7 +156,7 @@ def measure_kernels(device: str, report: Report) -> bool:
 
 def measure_attention(device: str, report: Report) -> bool:
     """Report the rows of `attention_gpu.py`; return False if a result differs from a library's."""
-    from benchmarks.kernels.attention_gpu import geometric_mean, measure, peers
+    from benchmarks.kernels.attention_gpu import geometric_mean, measure, measure_steps, peers
 
     here, missing = peers()
     report["libraries beside torch"] = ", ".join(here) or "none"
@@ -164,7 +164,7 @@ def measure_attention(device: str, report: Report) -> bool:
     rows = list[Row]()
     is_right = _all_right(measure(device), report, rows)
     report["decode, library / ours"] = geometric_mean(rows)
-    return is_right
+    return _all_right(measure_steps(device), report) and is_right
 
 
 def measure_products(device: str, report: Report) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
+from baton.kv.layers import PagedKV
 from baton.kv.manifest import KVKind
 from baton_kernels import FP8, WeightFormat, reference
 from baton_kernels.attention import choose_attention_backend
@@ -236,6 +237,7 @@ def choose_backends(
             latent=kind is KVKind.LATENT,
             sinks=model.has_sinks,
             half=spec.dtype.itemsize == 2,
+            head_dim=group.kv.head_dim if isinstance(group.kv, PagedKV) else 0,
             invariant=config.batch_invariant,
             native=config.native_kernels,
         )

@@ -20,6 +20,7 @@ from baton.api.changes import SleepLevel
 from baton.api.errors import ConfigError, ModelLoadError
 from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
+from baton_kernels.attention import wanted_block_size
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
@@ -159,7 +160,7 @@ class Worker:
         scales = _scales_of_all_stages(model.kv_scales, ranks, self.device)
         return kv_cache_spec(
             (*model.kv_layers, *of_drafter),
-            config.block_size,
+            config.block_size or wanted_block_size(config.attention_backend),
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
             (*scales, *[(1.0, 1.0)] * len(of_drafter)),
             self.dtype,
