@@ -1,0 +1,1 @@
+"""Commands that change a fleet: its nodes, names, adapters, revisions, weights and settings."""
