@@ -12,15 +12,15 @@ _ENTRIES = {
     ),
     "node": Entry("baton.cli.admin.nodes:node", "Show one node."),
     "drain": Entry(
-        "baton.cli.admin.changes.lifecycle:drain",
+        "baton.cli.admin_changes.lifecycle:drain",
         "Let a node finish its requests and take no new ones; the node stays, for `resume` or "
         "`remove`.",
     ),
     "resume": Entry(
-        "baton.cli.admin.changes.lifecycle:resume", "Have a draining or drained node serve again."
+        "baton.cli.admin_changes.lifecycle:resume", "Have a draining or drained node serve again."
     ),
     "remove": Entry(
-        "baton.cli.admin.changes.lifecycle:remove", "Drain a node and end its process."
+        "baton.cli.admin_changes.lifecycle:remove", "Drain a node and end its process."
     ),
     "top": Entry("baton.cli.admin.top:top", "Watch a router and its nodes; Ctrl-C ends it."),
     "stats": Entry(
@@ -53,34 +53,34 @@ _ENTRIES = {
         "Show the owners of KV blocks on a node, or on all; exit code 5 if a block has no owner.",
     ),
     "policy": Entry(
-        "baton.cli.admin.changes.tuning:policy", "See or change how requests are placed."
+        "baton.cli.admin_changes.tuning:policy", "See or change how requests are placed."
     ),
     "rollout": Entry(
-        "baton.cli.admin.changes.rollout:rollout",
+        "baton.cli.admin_changes.rollout:rollout",
         "See or change which revisions of nodes get requests, and which shares.",
     ),
     "names": Entry(
-        "baton.cli.admin.changes.names:names",
+        "baton.cli.admin_changes.names:names",
         "See or change the model names that clients may use, and what each name stands for.",
     ),
     "adapters": Entry(
-        "baton.cli.admin.changes.adapters:adapters",
+        "baton.cli.admin_changes.adapters:adapters",
         "See or change the LoRA adapters that nodes compute beside the base model.",
     ),
     "weights": Entry(
-        "baton.cli.admin.changes.weights:weights",
+        "baton.cli.admin_changes.weights:weights",
         "Serve other weights of the same model from running nodes, or let nodes sleep.",
     ),
     "flush-cache": Entry(
-        "baton.cli.admin.changes.tuning:flush_cache",
+        "baton.cli.admin_changes.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; running requests keep their blocks.",
     ),
     "log-level": Entry(
-        "baton.cli.admin.changes.tuning:log_level",
+        "baton.cli.admin_changes.tuning:log_level",
         "Set the log level of a node, or of the router (named `router`), from now on.",
     ),
     "profile": Entry(
-        "baton.cli.admin.changes.tuning:profile",
+        "baton.cli.admin_changes.tuning:profile",
         "Show where a node's engine, or the router (named `router`), spends its time.",
     ),
     "version": Entry(

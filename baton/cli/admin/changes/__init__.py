@@ -1,1 +1,0 @@
-"""Commands that change a fleet: its nodes, names, adapters, revisions, weights and settings."""
