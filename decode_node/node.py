@@ -55,12 +55,12 @@ class _Job:
 
 
 class DecodeNode:
-    """Receives prompts' KV and decodes from token 2 on.
+    """Receives prompts' KV, and decodes from token 2 on.
 
     Args:
         engine: the engine; only this node steps it.
         receiver: receives KV from prefill nodes.
-        emit: takes events for the router; called on this node's thread.
+        emit: sends events to the router; called on this node's thread.
         options: options of decode nodes.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
@@ -89,11 +89,11 @@ class DecodeNode:
         self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
-        """Leave a command for the next step; safe from any thread."""
+        """Queue a command for the next step; thread-safe."""
         self._inbox.put(command)
 
     def step(self) -> bool:
-        """Run one round; return whether there is more to do at once."""
+        """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
         for event in self.receiver.poll():
             self._settle(event)
@@ -170,7 +170,7 @@ class DecodeNode:
         self.reservations.add_peer(peer)
 
     def remove_peer(self, engine_id: str) -> None:
-        """Fail the requests of a prefill node that has gone."""
+        """Fail the requests of a departed prefill node."""
         self.note_prefill_node(engine_id, is_connected=False)
         for reservation in self.reservations.lose_peer(engine_id):
             self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
@@ -200,7 +200,7 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether nearly all of a prompt is cached, and the request can start at once."""
+        """Return whether so much of a prompt is cached that the request can start at once."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.kv_cache_manager.num_usable_cached_tokens(request)
@@ -208,7 +208,7 @@ class DecodeNode:
             return False
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # A prefill node computes a short prompt of which nothing is cached here.
+        # If nothing of a short prompt is cached here, a prefill node computes it.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
@@ -223,7 +223,7 @@ class DecodeNode:
         (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)
         limit, has_any = self._options.max_step_stretch, bool(self._prefill_nodes)
         if limit and has_any != had_any:
-            self.engine.limit_stretch(limit if has_any else None)
+            self.engine.figures.limit_stretch(limit if has_any else None)
 
     # ------------------------------------------------------------------ results
 
@@ -278,7 +278,10 @@ class DecodeNode:
                 self._refuse(job.command, error)
 
     def _end_handed_back(self) -> None:
-        """Tell the router to place preempted requests again; prompts are not recomputed here."""
+        """Return preempted requests to the router, which places them again.
+
+        Prompts are not recomputed here.
+        """
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
             self._fail(job.reservation, "PREEMPTED", "preempted: other requests need its memory")
@@ -293,7 +296,7 @@ class DecodeNode:
     def _drop_job(
         self, request_id: str, error: str = "", receipt: DecodeReceipt | None = None
     ) -> _Job | None:
-        """Forget a job, if there is one, and end its trace."""
+        """Forget a job, if it exists, and end its trace."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             reservation = job.reservation

@@ -30,16 +30,17 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
-        kv_memory: the memory of the KV cache; see `KVMemory`.
+        kv_memory: memory of the KV cache on the worker; see `KVMemory`.
         adapters: the LoRA adapters in memory.
         features: grammars, images and drafts.
+        figures: counts and times of the steps; they limit the steps' prompt tokens.
         kv_cache_manager: allocates the blocks of the KV cache, and finds cached prefixes.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
         eos_token_ids: tokens that end an output unless a request ignores them.
         last_scheduled: the latest step, running or ended, for failure reports.
-        compatibility: properties that KV depends on, as `cache_namespace` takes them.
+        compatibility: properties that KV depends on; the argument of `cache_namespace`.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class Engine:
         features: Features,
         compatibility: Mapping[str, str],
     ) -> None:
-        """Join the parts; `make_engine` makes them.
+        """Assemble an engine from parts made by `make_engine`.
 
         Args:
             executor: executor that has loaded the model and allocated the cache.
-            scheduler: schedules over the blocks of that cache.
+            scheduler: schedules requests over the blocks of the executor's cache.
             features: the features over that scheduler.
             compatibility: properties that KV depends on.
         """
@@ -67,17 +68,17 @@ class Engine:
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = self.kv_cache_manager.block_pool
         self._scheduler = scheduler
-        self._figures = StepFigures(scheduler, executor)
+        self.figures = StepFigures(scheduler, executor)
         self.adapters = features.make_adapters(executor, self._adapters_in_use)
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
-        self._busy_until = 0.0  # when the device finished the previous step
+        self._busy_until = 0.0  # when the device ended the previous step
 
     # ------------------------------------------------------------------ requests
 
     @property
     def requests(self) -> dict[str, Request]:
-        """Return unfinished requests by id; read only."""
+        """Return unfinished requests by id; do not change the dict."""
         return self._scheduler.requests
 
     @property
@@ -108,14 +109,17 @@ class Engine:
         self.adapters.acquire(request.adapter)
         self.features.follow_thought(request)
         self._scheduler.park(request)
-        self.features.submit_grammar(request)  # compiled while the KV travels
+        self.features.submit_grammar(request)  # compile the grammar while the KV is transferred
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Return the blocks that a parked request still needs; None: memory is short."""
+        """Return the blocks that a parked request still needs from the remote node.
+
+        Returns None if memory is short.
+        """
         return self._scheduler.grant(request_id)
 
     def commit(self, request_id: str, token_id: int, drafts: Sequence[int] = ()) -> None:
-        """Let a parked request run in the next step: its KV is complete.
+        """Let a parked request run in the next step, as its prompt's KV is complete.
 
         Args:
             drafts: the remote node's drafts of the tokens after ``token_id``.
@@ -126,13 +130,13 @@ class Engine:
     def take_failures(self) -> list[tuple[str, BatonError]]:
         """Return the ids of requests that cannot continue, and why, since the last call.
 
-        A parked request among them is still open: abort it once its blocks have another holder.
+        A parked request in the list is still open: take references on its blocks, then abort it.
         """
         failures, self._scheduler.failures = self._scheduler.failures, []
         return failures
 
     def take_handed_back(self) -> list[Request]:
-        """Return the requests preempted since the last call that are not recomputed here."""
+        """Return the requests preempted since the last call that another node must compute."""
         handed_back, self._scheduler.handed_back = self._scheduler.handed_back, []
         return handed_back
 
@@ -155,36 +159,21 @@ class Engine:
 
     @property
     def awaits_masks(self) -> bool:
-        """Return whether all running requests wait for masks: schedule again at once.
+        """Return whether all running requests wait for masks; then retry `schedule` at once.
 
         `schedule` itself waits some milliseconds for a mask, so repeated calls are no busy loop.
         """
         return self._scheduler.grammars.awaits_masks
 
     def rename_cache(self, compatibility: Mapping[str, str]) -> None:
-        """Forget cached KV and encodings, as the weights have changed; call without open requests.
+        """Forget cached KV and encodings after the weights changed; call while no request is open.
 
         Args:
             compatibility: properties that KV depends on from now on.
         """
         self.compatibility = compatibility
         self.kv_cache_manager.rename(cache_namespace(compatibility))
-        self.forget_encodings()
-
-    def forget_encodings(self) -> None:
-        """Forget the encodings of images; call while no request is open."""
-        self._scheduler.images.forget_all()
-
-    def limit_stretch(self, limit: float | None) -> None:
-        """Limit the time of steps that decode and compute prompts, relative to decode-only steps.
-
-        Steps with drafts are not measured.
-
-        Args:
-            limit: longest such step, as a multiple of a decode-only step; above 1. None: only
-                ``prefill_tokens_beside_decodes`` limits them.
-        """
-        self._figures.limit_stretch(limit)
+        self.features.forget_encodings()
 
     def step(self) -> StepResult:
         """Run one step: schedule, execute, update."""
@@ -195,9 +184,9 @@ class Engine:
         started = time.monotonic()
         self.adapters.settle()
         self.features.pass_on()
-        scheduled = self._scheduler.schedule(self._figures.num_beside_decodes())
+        scheduled = self._scheduler.schedule(self.figures.num_beside_decodes())
         self._scheduler.counters.step_s += time.monotonic() - started
-        self._figures.log.note_scheduled(scheduled)
+        self.figures.log.note_scheduled(scheduled)
         return scheduled
 
     def execute(
@@ -206,11 +195,11 @@ class Engine:
         """Compute a scheduled step and update the requests.
 
         With asynchronous scheduling: launch the step, then wait for the previous step and return
-        its result (see ``StepResult.scheduled``). The launched step finds the previous step's
-        tokens on the device. A request that turns out to have ended is computed once too often, and
-        keeps its blocks until that step has ended. A step whose logits depend on the previous
-        tokens on the host (penalties, grammars), or that wants logprobs of a prompt of several
-        chunks, is launched only after the previous step has ended.
+        its result (see ``StepResult.scheduled``). The launched step reads the previous step's
+        tokens on the device. A request that the previous step ended is still computed in the
+        launched step, and keeps its blocks until that step has ended. A step whose logits depend on
+        the previous tokens on the host (penalties, grammars), or that wants logprobs of a prompt of
+        several chunks, is launched only after the previous step has ended.
 
         Args:
             after_layer: called on the computing thread after each layer of the scheduled step;
@@ -232,7 +221,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Launch a step, if possible while the previous step is in flight; then end that step."""
+        """Launch a step, if possible before the step in flight ends; then wait for the latter."""
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()
@@ -257,27 +246,30 @@ class Engine:
     def _end(self, scheduled: SchedulerOutput, pending: PendingStep) -> StepResult:
         """Wait for a step and update the requests with its result."""
         output = pending.wait()
-        # Leave out the time that a step launched ahead waited for the previous step.
+        # Exclude the time that a step launched ahead waited for the previous step.
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         seconds = output.ended_at - self._busy_until
         self._busy_until = output.ended_at
-        self._figures.note_step(scheduled, computed_s)
+        self.figures.note_step(scheduled, computed_s)
         self._scheduler.fail_all(output.without_numbers)
         self.features.note_step(scheduled, output, seconds)
         result = self._scheduler.update(scheduled, output)
-        self._figures.log.note_result(result)
+        self.figures.log.note_result(result)
         self.adapters.settle()
         self.features.after_step(result, output)
         return result
 
     def do_idle_work(self) -> bool:
-        """Do a little work that can wait; return whether more is left."""
+        """Do a little deferrable work, such as clearing new KV memory.
+
+        Return whether more is left.
+        """
         return self.executor.do_idle_work(self.block_pool.num_made)
 
     @property
     def num_steps(self) -> int:
         """Return how many steps have computed something and ended, since the start."""
-        return self._figures.num_steps
+        return self.figures.num_steps
 
     @property
     def step_in_flight(self) -> bool:
@@ -286,7 +278,7 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Return the metrics; safe from any thread, even during a step."""
-        return self._figures.metrics()
+        return self.figures.metrics()
 
     def close(self) -> None:
         """Stop the workers; no further step can be executed. May be called twice."""

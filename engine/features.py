@@ -127,6 +127,10 @@ class Features:
             drafts = self.speculation.after_step(result, requests, drafted)
             self._scheduler.drafts.keep(result.outputs, drafts)
 
+    def forget_encodings(self) -> None:
+        """Forget the encodings of images; call while no request is open."""
+        self._scheduler.images.forget_all()
+
     # ------------------------------------------------------------------ drafts between nodes
 
     def received_drafts(self, request_id: str, drafts: Sequence[int]) -> tuple[int, ...]:

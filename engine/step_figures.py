@@ -1,6 +1,6 @@
-"""StepFigures: what an engine's steps computed and read, and how long they took.
+"""StepFigures: counts of what an engine's steps computed and read, and the steps' times.
 
-The measured times also limit the prompt tokens of the next step.
+The measured times also limit the next step's number of prompt tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from engine.step_stretch import StepStretch
 from models.work import model_work
 
 # A step with decodes may always compute this fraction (1/8) of its most prompt tokens, even if it
-# becomes too long: with fewer, a prompt would need more steps, which all read the weights.
+# then takes too long. With fewer tokens, a prompt would need more steps, each of which reads all
+# weights.
 _LEAST_PART = 8
 
 
@@ -28,7 +29,7 @@ class StepFigures:
 
     Args:
         scheduler: the engine's scheduler, whose counters are read.
-        executor: computes the steps; knows the model's work per token.
+        executor: computes the steps, and tells the model's operations and bytes per token.
 
     Attributes:
         num_steps: steps that computed something and have ended.
@@ -57,7 +58,7 @@ class StepFigures:
         )
 
     def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
-        """Count a step that has ended; call before its requests are updated."""
+        """Count a step that took ``computed_s`` seconds; call before its requests are updated."""
         if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
             self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self.num_steps += 1
@@ -68,7 +69,14 @@ class StepFigures:
         counters.experts_read += self._work.expert_share(num_tokens)
 
     def limit_stretch(self, limit: float | None) -> None:
-        """Set the limit of steps with prompts; see `Engine.limit_stretch`."""
+        """Limit the time of steps that decode and compute prompts, relative to decode-only steps.
+
+        Steps with drafts are not measured.
+
+        Args:
+            limit: longest such step, as a multiple of a decode-only step; above 1. None: only
+                ``prefill_tokens_beside_decodes`` limits them.
+        """
         self._stretch = None if limit is None else StepStretch(limit, self._least_beside)
 
     def num_beside_decodes(self) -> int:

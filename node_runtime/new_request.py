@@ -14,10 +14,11 @@ from engine.engine import Engine
 def new_request(
     engine: Engine, command: PrefillCommand | DecodeCommand, max_tokens: int | None = None
 ) -> Request:
-    """Check a command and make its request.
+    """Check a command, and make the engine's request for it.
 
     Args:
-        max_tokens: upper limit of new tokens besides the command's; prefill nodes give 1.
+        max_tokens: upper limit of new tokens, in addition to the command's own limit; prefill nodes
+            give 1.
 
     Raises InvalidRequestError.
     """
@@ -31,9 +32,9 @@ def new_request(
         raise InvalidRequestError("model", "generates no text")
     check_prompt(token_ids, vocab_size=vocab_size, max_model_len=engine.max_model_len)
     check_sampling_params(params, vocab_size=vocab_size)
-    images = engine.features.images.of_prompt(command.images, command.prompt_token_ids)
-    if images is not None and not images.files and _computes_prompt(command):
-        raise InvalidRequestError("images", "came without files to the node that encodes them")
+    images = engine.features.images.of_prompt(
+        command.images, command.prompt_token_ids, need_files=_computes_prompt(command)
+    )
     return Request.create(
         command.request_id,
         command.prompt_token_ids,

@@ -276,7 +276,8 @@ def decode_cells(device: str) -> Iterator[Cell]:
         for batch in BATCHES:
             for context in CONTEXTS:
                 cell = Cell(num_heads, num_kv_heads, batch, 1, context - 1)
-                if cell.kv_bytes * 3 <= MOST_BYTES:  # paged, contiguous, and a copy in between
+                # KV takes memory three times: paged, contiguous, and a copy
+                if cell.kv_bytes * 3 <= MOST_BYTES:
                     yield cell
 
 

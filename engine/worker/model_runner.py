@@ -25,18 +25,18 @@ class ModelRunner:
     """Runs a model over the paged cache.
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
-    There are two sets of buffers: a step may be prepared and launched while the previous one runs,
-    if the step before that has been waited for. Steps are launched in order, and read the previous
-    step's tokens on the device.
+    There are two sets of buffers: a step may be prepared and launched while the previous step runs,
+    once the step before the previous one has ended. Steps are launched in order, and read the
+    previous step's tokens on the device.
 
-    If the host samples, launching a step waits for the step.
+    If the host samples, `launch` also waits until the step has ended.
 
     Args:
         forward: runs the model, eagerly or by captured graphs.
         input_batch: persistent input buffers on the model's device.
         sampler: draws tokens.
         extras: encodes images, pools prompts, and makes drafts.
-        ranks: the ranks that share the model; the leader samples for all.
+        ranks: the ranks that share the model; the leader samples for all ranks.
         sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
 
@@ -62,7 +62,7 @@ class ModelRunner:
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._sends_tokens = sends_tokens and ranks.everyone.size > 1
-        self._rows_to_receive: Tensor | None = None  # rows whose tokens are still at the leader
+        self._rows_to_receive: Tensor | None = None  # rows whose sampled tokens only the leader has
         self._device = device = input_batch.device
         self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
             torch.zeros(
@@ -79,7 +79,8 @@ class ModelRunner:
         """Write a step's inputs into the rows and buffers.
 
         Args:
-            eager: whether the step will be launched with a callback, and so cannot be replayed.
+            eager: whether `launch` will get an ``after_layer`` callback, so that no graph can be
+                replayed.
         """
         batch = self._input_batch
         prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
@@ -89,7 +90,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive what other ranks have sent to this runner, as another one would mistake it."""
+        """Receive tensors still sent to this runner, which the next runner would read otherwise."""
         self._receive_tokens()
 
     @torch.inference_mode()
@@ -164,11 +165,11 @@ class ModelRunner:
         return self.extras.draft(launched, hidden_states, hooks)
 
     def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
-        """Return the logits of some of the step's tokens, `[n, vocab_size]`."""
+        """Return the logits of some rows of the hidden states, `[n, vocab_size]`."""
         return self._model.compute_logits(hidden[rows.start : rows.stop], inputs.adapters_of(rows))
 
     def _receive_tokens(self) -> None:
-        """Receive the tokens that the leader sampled last, unless they are here already."""
+        """Receive the tokens that the leader sampled last, unless they were received already."""
         rows, self._rows_to_receive = self._rows_to_receive, None
         if rows is not None:
             token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)

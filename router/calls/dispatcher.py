@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Run calls on the nodes of a pool.
+    """Runs calls on the nodes of one pool.
 
     Args:
-        pool: has the nodes and their links.
-        policy: picks each attempt's nodes.
-        recoveries: retries failed calls; by default, with default limits.
+        pool: the joined nodes and their links.
+        policy: picks the nodes of each attempt.
+        recoveries: decides on retries; also knows which calls may have crashed nodes.
         admission: decides when a call may begin; by default, with default options.
 
     Attributes:
@@ -127,7 +127,7 @@ class Dispatcher:
             del self._open[call.scoped_id]
 
     def note_ttft(self, call: Call) -> None:
-        """Record the TTFT: the client receives token 1's text now."""
+        """Record the time to first token: the client receives token 1's text now."""
         self._open[call.scoped_id].note_ttft()
 
     def receipt(self, call: Call) -> Receipt:
@@ -150,7 +150,7 @@ class Dispatcher:
         opened = self._open.get(call.scoped_id)
         if opened is not None:
             opened.end_with_error(RequestError("CANCELLED", why))
-            self.pool.note_eligibility_change()  # the call may wait for nodes
+            self.pool.note_eligibility_change()  # the call may be waiting for nodes; wake it
         return opened is not None
 
     def refuse_new(self, why: str) -> None:
@@ -165,4 +165,4 @@ class Dispatcher:
             self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end_with_error(self._stopped)
-        self.pool.note_eligibility_change()  # calls may wait for nodes
+        self.pool.note_eligibility_change()  # calls may be waiting for nodes; wake them

@@ -16,6 +16,7 @@ import msgspec
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import TextDelta
 from baton.api.prompt import (
+    check_name,
     check_priority,
     check_prompt,
     check_prompt_logprobs,
@@ -38,7 +39,7 @@ MAX_CACHE_WORD_CHARS = 256
 
 
 class Intake:
-    """Turn requests into calls, and their tokens into text.
+    """Turns requests into calls, and their tokens into text.
 
     Args:
         dispatcher: runs the calls.
@@ -120,7 +121,7 @@ class Intake:
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
     ) -> Call:
         principal = terms.principal
-        self.check_terms(terms, request_id)  # before any expensive work
+        self.check_terms(terms, request_id)  # check this before any expensive work
         await self._dispatcher.turns.wait_for_turn()
         read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
@@ -185,7 +186,7 @@ class Intake:
                                 self._dispatcher.note_ttft(call)
                             yield delta
                             continue
-                        # Count here, because nodes see no text and so no stop strings.
+                        # Count stop strings here: nodes see no text and so no stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = answer.shown(delta.receipt)
@@ -195,12 +196,3 @@ class Intake:
             if error.receipt is not None:
                 error.receipt = answer.shown(error.receipt)
             raise
-
-
-def check_name(field: str, name: str, limit: int) -> None:
-    """Raise InvalidRequestError if a client's name is too long or not printable."""
-    if len(name) > limit:
-        raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
-    # Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.
-    if not name.isprintable():
-        raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")
