@@ -1,4 +1,4 @@
-"""The messages, events and metrics that nodes exchange with their KV connector.
+"""The messages, events, limits and metrics that nodes exchange with their KV connector.
 
 Knows blocks and peers, but no Request, scheduler or gRPC. The protocol (start, grant, push, commit)
 is written once, in `protocol/`, for all transports (`transports/base.py`).
@@ -196,3 +196,23 @@ class PushTotals:
             descriptors=self.num_descriptors,
             posting_s=self.posting_s,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Portions:
+    """Limits of posted bytes for one kind of memory (host or GPU).
+
+    Attributes:
+        write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
+        in_flight_bytes: most bytes in flight to one peer. The I/O thread refills this budget once
+            per round, so it limits a path's bandwidth.
+    """
+
+    write_bytes: int
+    in_flight_bytes: int
+
+
+# A round takes about 0.2 ms, so these limits allow 160 GB/s from host memory, and 1.3 TB/s from
+# GPUs over NVLink.
+HOST_PORTIONS = Portions(write_bytes=8 * 2**20, in_flight_bytes=32 * 2**20)
+DEVICE_PORTIONS = Portions(write_bytes=32 * 2**20, in_flight_bytes=256 * 2**20)
