@@ -60,7 +60,8 @@ class Runner(ModelRunner):
         group = Wire(rank, sent)
         self._ranks, self._sends_tokens = Ranks(group, group), sends_tokens
         self._rows_to_receive = None
-        self._device, self._drafting = CPU, None
+        self._device = CPU
+        self.extras: Any = SimpleNamespace(draft=lambda launched, hidden, hooks: launched)
         last_tokens = torch.zeros(2, dtype=torch.int64)
         self._input_batch: Any = SimpleNamespace(last_tokens=last_tokens)
         self._model: Any = SimpleNamespace(compute_logits=lambda hidden: hidden)
