@@ -85,6 +85,7 @@ def make_engine(
         encoder_cache_tokens=config.encoder_cache_tokens,
         max_num_encoder_input_tokens=config.max_num_encoder_input_tokens
         or config.max_num_batched_tokens,
+        num_stages=config.pipeline_parallel_size if executor.runs_ahead else 1,
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
     images = ImageInputs()

@@ -202,7 +202,9 @@ class Decoder(Computing):
         """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
         self._ranks = ranks
         self._vocab_start, self._vocab_size = vocab[0], vocab[1] - vocab[0]
-        self._own_layers = range(*stage_layers(len(self.layers), ranks.stage, ranks.num_stages))
+        self._own_layers = range(
+            *stage_layers(len(self.layers), ranks.stage, ranks.num_stages, ranks.stage_layers)
+        )
         if needs_embedding:
             keep_elements(self.embed_tokens, "weight", vocab)
         else:
@@ -235,6 +237,11 @@ class Decoder(Computing):
         if not self._ranks.is_last_stage:
             self._ranks.pass_on(hidden)
         return hidden
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of pipeline stages that share the layers."""
+        return self._ranks.num_stages
 
     def kept_states(self) -> Tensor:
         """Return the states before ``state_layers`` of the latest step."""

@@ -73,9 +73,11 @@ class Request:
             last.
         row: the worker's row for the request; -1: none. Set by `StepPlanner`.
         num_planned_blocks: blocks that the worker knows. Set by `StepPlanner`.
-        num_tokens_in_flight: tokens computed by steps in flight (two at most).
+        num_tokens_in_flight: tokens computed by steps in flight: two at most, or as many as there
+            are pipeline stages.
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
             drafts may sample more, but nothing is scheduled after such a step before it ends.
+            With several pipeline stages, nothing is scheduled after any step that samples.
 
         pooling: numbers to take from the prompt's hidden states; None: tokens are sampled.
 

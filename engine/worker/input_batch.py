@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -26,10 +27,10 @@ from engine.worker.inputs.three_axes import RotaryPositions
 class InputBatch:
     """Persistent host buffers (pinned if there is a GPU) and the copies to the device.
 
-    There are two sets of buffers, as one step may be prepared while the previous one runs. A row of
-    block ids and parameters belongs to one request until a plan assigns it to another. A token that
-    a running step samples is not known here; the next step reads it from ``last_tokens`` on the
-    device.
+    Steps take turns with several sets of buffers, as one step may be prepared while previous ones
+    run. A row of block ids and parameters belongs to one request until a plan assigns it to
+    another. A token that a running step samples is not known here; the next step reads it from
+    ``last_tokens`` on the device.
 
     Args:
         max_num_requests: most requests in a step.
@@ -43,6 +44,7 @@ class InputBatch:
         device: where the model runs.
         graph_inputs: stages steps for replays; None: nothing is captured.
         has_three_axes: whether the model rotates images' tokens by positions on three axes.
+        num_steps: most steps in flight, and so the number of sets of buffers.
 
     Attributes:
         device: where the model runs.
@@ -64,6 +66,7 @@ class InputBatch:
         device: torch.device,
         graph_inputs: GraphInputs | None = None,
         has_three_axes: bool = False,
+        num_steps: int = 2,
     ) -> None:
         self.device = device
         self._block_size, self._state_groups = block_size, frozenset(state_groups)
@@ -77,7 +80,7 @@ class InputBatch:
             if graph_inputs is None
             else graph_inputs.last_tokens
         )
-        self._spare, self._buffers = (
+        self._sets = deque(  # the set that was used last is the last one
             StepBuffers(
                 self._max_decode_rows,
                 max_num_tokens,
@@ -86,8 +89,9 @@ class InputBatch:
                 self._state_groups,
                 pin,
             )
-            for _ in range(2)
+            for _ in range(num_steps)
         )
+        self._buffers = self._sets[-1]
         self._block_tables = [
             BlockTable(
                 max_num_requests,
@@ -139,7 +143,7 @@ class InputBatch:
         Most steps are like this, and the unchanged parts take longest to make. Returns None if the
         requests differ, or if the device reads other buffers.
         """
-        buffers, token_ids = self._spare, plan.token_ids
+        buffers, token_ids = self._sets[0], plan.token_ids
         kept = buffers.decodes
         if (
             kept is None
@@ -155,7 +159,7 @@ class InputBatch:
         rows, starts, _, num_known = shares.T
         if (rows != kept.rows).any() or (starts + 1 != num_known).any():
             return None
-        self._spare, self._buffers = self._buffers, buffers
+        self._take_buffers()
         num, model = len(rows), kept.step.model
         buffers.input_ids.array[:num] = token_ids
         rotated = self._rotary.deltas[rows] + starts if self._rotary.is_active else starts
@@ -206,8 +210,7 @@ class InputBatch:
         )
 
     def _fill(self, columns: StepColumns) -> PreparedStep:
-        self._spare, self._buffers = self._buffers, self._spare
-        buffers = self._buffers
+        buffers = self._take_buffers()
         num_requests, num_tokens = len(columns.rows), len(columns.token_ids)
         rows, starts, query_lens = columns.rows, columns.starts, columns.query_lens
         np.maximum(columns.token_ids, 0, out=buffers.input_ids.array[:num_tokens])
@@ -249,6 +252,12 @@ class InputBatch:
         )
         self._keep(columns, step)
         return step
+
+    def _take_buffers(self) -> StepBuffers:
+        """Return the buffers that were not used for longest, which no step in flight reads."""
+        self._sets.rotate(-1)
+        self._buffers = self._sets[-1]
+        return self._buffers
 
     def _rotary_positions(self, token_rows: Ints, positions: Ints) -> Tensor:
         """Return the positions for rotation, on the device; see `ModelInput`.

@@ -80,6 +80,7 @@ def make_model_runner(
             num_groups=spec.num_groups,
             max_seq_len=max_model_len,
             device=device,
+            num_steps=config.max_steps_in_flight,
         )
         decode_graphs = Replays(partial(StepGraphs, context, graph_inputs), graph_inputs.sizes)
     chunk_graphs = Replays[ChunkGraphs]()
@@ -108,11 +109,13 @@ def make_model_runner(
             device=device,
             graph_inputs=graph_inputs,
             has_three_axes=any(rope.axes for rope in loaded.model.config.recipe.ropes),
+            num_steps=config.max_steps_in_flight,
         ),
         StepSampler(samples_on_device, rejects),
         ranks=loaded.ranks,
         sends_tokens=sends_tokens,
         drafting=drafting,
+        num_steps=config.max_steps_in_flight,
     )
 
 

@@ -30,9 +30,9 @@ class ModelRunner:
     """Runs a model over the paged cache.
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
-    There are two sets of buffers: a step may be prepared and launched while the previous one runs,
-    if the step before that has been waited for. Steps are launched in order, and read the previous
-    step's tokens on the device.
+    There are ``num_steps`` sets of buffers: a step may be prepared and launched while previous ones
+    run, if the step ``num_steps`` before it has been waited for. Steps are launched in order, and
+    read the previous step's tokens on the device.
 
     If the host samples, launching a step waits for the step.
 
@@ -44,6 +44,7 @@ class ModelRunner:
         sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
         drafting: makes drafts after each step, once its tokens are known; None: no drafts.
+        num_steps: most steps in flight, as the input batch has it.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
@@ -59,6 +60,7 @@ class ModelRunner:
         ranks: Ranks = ALONE,
         sends_tokens: bool = False,
         drafting: Drafting | None = None,
+        num_steps: int = 2,
     ) -> None:
         self._forward, self._context = forward, forward.context
         self._drafting, self._sampler = drafting, sampler
@@ -72,11 +74,11 @@ class ModelRunner:
         self._rows_to_receive: Tensor | None = None  # rows whose tokens are still at the leader
         self._device = device = input_batch.device
         self.encodings = Encodings(self._model, device)
-        self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
+        self._sampled = deque(  # host buffers for the tokens of steps in flight
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
-            for _ in range(2)
+            for _ in range(num_steps)
         )
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
@@ -237,8 +239,8 @@ class ModelRunner:
         """Queue the copy of the sampled tokens to the host; return the launched step."""
         on_host = None
         if token_ids is not None:
-            self._sampled, self._spare = self._spare, self._sampled
-            on_host = self._sampled[: len(token_ids)]
+            self._sampled.rotate(-1)
+            on_host = self._sampled[-1][: len(token_ids)]
             on_host.copy_(token_ids, non_blocking=True)
         done = ended_at = None
         if self._device.type == "cuda":

@@ -102,11 +102,11 @@ class Worker:
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
-        # On a CPU, scheduling would slow the forward, so only a GPU runs ahead by default. Pipeline
-        # stages must run ahead: each stage computes a step while the previous stage computes the
-        # next step.
+        # On a CPU, scheduling would slow the forward, so only a GPU runs ahead by default, and
+        # pipeline stages: each one computes a step while the previous one computes the next step.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
+        ranks = replace(ranks, stage_layers=config.stage_layers)
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
         described = ModelConfig.from_folder(model_folder)
         self.dtype = choose_dtype(config.dtype, device, described, has_bfloat16(config))
@@ -165,6 +165,7 @@ class Worker:
             self.dtype,
             (ranks.group.rank, ranks.group.size),
             (ranks.stage, ranks.num_stages),
+            stage_layers=ranks.stage_layers,
             by_heads=config.kv_layout == "heads",
         )
 
@@ -175,7 +176,8 @@ class Worker:
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
             *(loaded, memory.tensor, self.max_model_len),
-            sends_tokens=self.runs_ahead,
+            # With stages, plans contain all tokens (`engine/core/scheduler.py`).
+            sends_tokens=self.runs_ahead and self._ranks.num_stages == 1,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
             ),
@@ -360,6 +362,6 @@ def _scales_of_all_stages(
     by_rank = ranks.everyone.all_gather(own).tolist()
     found: list[tuple[float, float]] = []
     for stage in range(ranks.num_stages):
-        first, end = stage_layers(len(scales), stage, ranks.num_stages)
+        first, end = stage_layers(len(scales), stage, ranks.num_stages, ranks.stage_layers)
         found += [(key, value) for key, value in by_rank[stage * ranks.group.size][first:end]]
     return found
