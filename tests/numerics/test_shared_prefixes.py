@@ -49,7 +49,7 @@ def test_decodes(kind: str, shape: tuple[int, int], options: dict[str, float]) -
         for (text, _, _), found in zip(order, texts.attend(order, **options), strict=True):
             assert torch.equal(found, alone[text]), text
     prompt = (0, 0, TEXTS[0][0])
-    *found, whole = texts.attend([*chunks, prompt], **options)
-    assert all(map(torch.equal, found, alone))
+    *beside, whole = texts.attend([*chunks, prompt], **options)
+    assert all(map(torch.equal, beside, alone))
     assert torch.equal(whole[-1:], alone[0])
     torch.set_num_threads(1)

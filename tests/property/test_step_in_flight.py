@@ -158,7 +158,7 @@ class InFlightMachine(SchedulerMachine):
 
 
 class StagesMachine(InFlightMachine):
-    """As many steps are in flight as there are stages, as in `Engine.execute`."""
+    """Pipeline stages: as many steps are in flight as there are stages, as in `Engine.execute`."""
 
     def __init__(self) -> None:
         super().__init__()
