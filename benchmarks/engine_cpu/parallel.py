@@ -28,7 +28,7 @@ from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# A transport's sums follow each other, as in a step, so that the ranks arrive together.
+# Sums over one transport follow one another, as in a step, so that the ranks arrive together.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
 ONE_THREAD, STAGES = "one process, 1 thread", {"num_threads": 2, "pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -193,7 +193,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
             for number in range(NUM_HANDOVERS + 1):
                 prompt = draw.choices(range(4000), k=PROMPT_TOKENS)
                 _, handed = receipt_of(client, prompt, params)
-                if number:  # the first one warms up
+                if number:  # the first hand-off warms up
                     pushes.setdefault((layout, name), []).append(handed.push)
 
     # The kernel places threads differently at each start, so each layout starts several times.
@@ -212,7 +212,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
     return found
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- the whole run
 
 
 def ratios(
