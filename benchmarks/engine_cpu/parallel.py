@@ -238,7 +238,8 @@ def ratios(
         found["prompt PP 2 / 1 thread"] = one["prompt_s"] / best["PP 2"]["prompt_s"]
         for name in ("PP 2", "PP 2, 8 + 4 layers"):
             for what, figure in BATCHES.items():
-                found[f"{what}, {name} / 1 thread"] = one[figure] / best[name][figure]
+                if figure in one and name in best:  # earlier results lack them
+                    found[f"{what}, {name} / 1 thread"] = one[figure] / best[name][figure]
         found["idle rank, share of a core"] = max(
             max(engines[name]["idle_share"]) for name in ("TP 2", "PP 2")
         )
