@@ -16,6 +16,7 @@ from baton.kv.block_hash import BlockHash, cache_namespace
 from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.grammar import GrammarState
+from engine.core.images.prompt_images import PromptImages
 from engine.core.kv_cache_manager import GrantedBlocks
 from engine.core.metrics import EngineMetrics
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -111,10 +112,17 @@ class Engine:
         self.adapters.acquire(request.adapter)
         self._grammars.follow_thought(request)
         self._scheduler.add_request(request)
-        if request.images is not None and request.awaits_pixels:
-            self.images.submit(request.images)
+        images = request.images
+        if images is not None and request.awaits_pixels and not images.awaits_encodings:
+            self.images.submit(images)
         if request.awaits_grammar:
             self._grammars.submit(request)
+
+    def use_encodings(self, images: PromptImages) -> None:
+        """Let a prompt go on with the encodings that it has received; decode its other images."""
+        images.awaits_encodings = False
+        if images.users:
+            self.images.submit(images)
 
     def park(self, request: Request) -> None:
         """Park a request whose prompt KV a remote node will write.

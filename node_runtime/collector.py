@@ -205,6 +205,11 @@ class NodeCollector(Collector):
         counter = self._counter
         yield counter("images_encoded", "Images that steps encoded.", engine.images_encoded_total)
         yield counter(
+            "encodings_received",
+            "Images that encode nodes encoded.",
+            engine.encodings_received_total,
+        )
+        yield counter(
             "encoder_cache_hits",
             "Images of prompts whose encoding was found.",
             engine.encoder_cache_hits_total,
@@ -226,6 +231,14 @@ class NodeCollector(Collector):
         )
         yield self._counter(
             "kv_received_bytes", "KV of committed transfers.", handoffs.received_bytes
+        )
+        yield self._gauge(
+            "encodings_open", "Encodings on their way from encode nodes.", handoffs.encodings_open
+        )
+        yield self._counter(
+            "encodings_lost",
+            "Images encoded here because no encode node's encoding came.",
+            handoffs.encodings_lost,
         )
 
     def _of_connector(self, connector: ConnectorMetrics) -> Iterator[Metric]:

@@ -64,6 +64,7 @@ class EngineMetrics:
         accepted_drafts_by_place: accepted drafts by their place among a request's drafts of one
             step: first, second, and so on.
         images_encoded_total: images that steps encoded, repeatedly if the encoding was dropped.
+        encodings_received_total: images of prompts that an encode node encoded.
         encoder_cache_hits_total: images of prompts whose encoding was found.
         encoder_seconds_total: seconds in the encoder of images; a part of the next figure.
         forward_seconds_total: seconds in the model and the sampler.
@@ -110,6 +111,7 @@ class EngineMetrics:
     requests_started_by_priority: Mapping[str, int] = field(default_factory=dict)
     preemptions_by_priority: Mapping[str, int] = field(default_factory=dict)
     images_encoded_total: int = 0
+    encodings_received_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_seconds_total: float = 0.0
 
@@ -170,6 +172,7 @@ class EngineCounters:
     attended: int = 0
     kv_read: int = 0
     images_encoded: int = 0
+    encodings_received: int = 0
     encoder_cache_hits: int = 0
     encoder_s: float = 0.0
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))

@@ -5,6 +5,7 @@
 
 Prompts take their turns in order of arrival. Prompts with the same image share its pixel values.
 Few prompts have pixel values at a time, because these take many more bytes than the image's file.
+An image whose encoding another node has sent is not decoded.
 Refuses to know: queues of requests, steps, encoders.
 """
 
@@ -120,8 +121,9 @@ class PixelMaker:
                 continue
             self._gathered[images] = {}
             num_tokens = {span.digest: span.num_tokens for span in images.spans}
+            received, images.received = images.received, {}
             for digest, file in images.files.items():
-                pixels = self._alive.get(digest)
+                pixels = received.get(digest) or self._alive.get(digest)
                 if pixels is not None:
                     self._gathered[images][digest] = pixels
                 elif digest in self._making:

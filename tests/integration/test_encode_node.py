@@ -1,0 +1,133 @@
+"""Encode, prefill and decode nodes over real processes: transformers' tokens, whatever dies."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from baton.api.outputs import Completion
+from baton.deployment.local_deployment import LocalDeployment
+from tests.fakes.processes.deployments import complete_all, described_nodes, held_by, run_deployment
+from tests.fakes.time.waiting import wait_until
+from tests.integration.test_split_with_images import as_files
+from tests.numerics.test_images_equal_transformers import (
+    GREEDY,
+    QUICK,
+    assert_equal,
+    block_size,
+    draw_parts,
+    expected,
+    prompt_of,
+)
+from tests.numerics.vision_checkpoints import (
+    VISION_FAMILIES,
+    VisionCheckpoint,
+    make_vision_checkpoint,
+)
+
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
+
+SEEDS = range(5)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        QUICK,
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in VISION_FAMILIES
+            if name != QUICK
+        ),
+    ],
+)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> VisionCheckpoint:
+    return make_vision_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def deployment(checkpoint: VisionCheckpoint) -> Iterator[LocalDeployment]:
+    with run_deployment(
+        "--block-size",
+        str(block_size(checkpoint)),
+        "--long-prefill-token-threshold",
+        "16",
+        "--kv-cache-memory",
+        "64M",
+        "--kv-digests",
+        model=checkpoint.folder,
+        num_encode=1,
+        encode_args=["--dtype", "float32", "--kv-digests"],
+    ) as running:
+        yield running
+
+
+def ask(
+    deployment: LocalDeployment, checkpoint: VisionCheckpoint, seed: int
+) -> list[tuple[Completion, int]]:
+    """Complete prompts with 1 to 4 images and check them; return each with its images."""
+    drawn = [draw_parts(checkpoint, 100 * seed + 10 * num, num) for num in (1, 2, 3, 4)]
+    wanted = [expected(checkpoint, parts) for parts in drawn]
+    prompts = [as_files(prompt_of(checkpoint, parts)) for parts in drawn]
+    completions = complete_all(deployment, prompts, GREEDY)
+    assert_equal(completions, wanted)
+    return list(zip(completions, (1, 2, 3, 4), strict=True))
+
+
+def encodings(completions: list[tuple[Completion, int]]) -> tuple[int, int]:
+    """Return the numbers of received and of lost encodings, by the receipts."""
+    receipts = [one.receipt.prefill for one, _ in completions if one.receipt is not None]
+    received = sum(one.num_encodings_received for one in receipts if one is not None)
+    return received, sum(one.num_encodings_lost for one in receipts if one is not None)
+
+
+def assert_nothing_is_left(deployment: LocalDeployment) -> None:
+    def is_empty() -> bool:
+        nodes = described_nodes(deployment)
+        return all(
+            not node.num_transfers and not held_by(deployment, name).requests
+            for name, node in nodes.items()
+            if not node.lost
+        )
+
+    wait_until(is_empty, "no open transfer on any node", timeout_s=20)
+
+
+def test_encodings_come_from_the_encode_node(
+    deployment: LocalDeployment, checkpoint: VisionCheckpoint
+) -> None:
+    received, lost = encodings(ask(deployment, checkpoint, 1))
+    assert (received, lost) == (10, 0)
+    again = encodings(ask(deployment, checkpoint, 1))
+    assert again == (0, 0), "the prefill node keeps them"
+    assert_nothing_is_left(deployment)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_prompts_go_on_without_their_encode_node(
+    deployment: LocalDeployment, checkpoint: VisionCheckpoint, number: signal.Signals
+) -> None:
+    child = deployment.child("e0")
+    for seed in SEEDS:
+        delay_s = 0.02 * seed
+        timer = threading.Timer(delay_s, child.process.send_signal, (number,))
+        timer.start()
+        began_at = time.monotonic()
+        ask(deployment, checkpoint, 10 * (1 + (number is signal.SIGKILL)) + seed)
+        assert time.monotonic() - began_at < 20, "a prompt waits for its encodings for seconds only"
+        timer.join()
+        if number is signal.SIGSTOP:
+            child.process.send_signal(signal.SIGCONT)
+            deployment.wait_ready(60)
+        else:
+            child = deployment.restart("e0")
+            deployment.wait_ready(60)
+        assert_nothing_is_left(deployment)
+    received, lost = encodings(ask(deployment, checkpoint, 90 + int(number)))
+    assert received + lost <= 10
