@@ -33,7 +33,7 @@ from engine.engine_loop import EngineLoop
 from engine.images.pixel_maker import PixelMaker
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from kvconnector.ends import Sender
-from node_runtime.collector import NodeCollector
+from node_runtime.collector import TransferCollector
 from node_runtime.encodings.units import Units
 from node_runtime.threads import ENGINE_THREAD, KV_THREAD
 
@@ -155,12 +155,12 @@ class EncodeThreads:
         self._on_close()
 
 
-class EncodeCollector(NodeCollector):
+class EncodeCollector(TransferCollector):
     """The metric families of an encode node; docs/metrics.md lists them."""
 
     def __init__(self, name: str, node: EncodeNode, threads: EncodeThreads) -> None:
         super().__init__(NodeRole.ENCODE, name, threads)
-        self._node, self._threads = node, threads
+        self._node = node
 
     def collect(self) -> Iterator[Metric]:
         counts, beat, store = self._node.encode_counts(), self._node.beat(), self._node.store
@@ -177,9 +177,7 @@ class EncodeCollector(NodeCollector):
         yield gauge("encodings_kept", "Encodings kept for later prompts.", len(store))
         yield gauge("blocks", "KV blocks.", store.units.num_units)
         yield gauge("blocks_free", "KV blocks that nobody holds.", beat.num_free_blocks)
-        yield from self._of_handoffs(self._threads.handoff_metrics())
-        yield from self._of_connector(self._threads.connector_metrics())
-        yield from self._of_ledger(self._take_ledger())
+        yield from self._of_transfers()
 
 
 def measure_encode_times(encoder: Encoder, pixels: PixelMaker) -> tuple[StepTime, ...]:

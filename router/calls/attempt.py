@@ -233,6 +233,9 @@ class Attempt:
             if self._encodings is not None:
                 (plan, places), self._encodings = self._encodings, None
                 places.note_computed(plan, self._images, item.delta.prefill)
+                if item.delta.prefill.num_encodings_lost:  # they may still wait for their turn
+                    for node, _ in plan.by_node:
+                        node.send(CancelCommand(self._request_id, self.epoch))
         if self._kv_arrived:  # the prefill node has nothing more to report
             prefill.close_leg(self.epoch)
 

@@ -150,8 +150,9 @@ class EncodePlaces:
 
     def forget(self, engine_id: str) -> None:
         """Forget a node that left."""
-        for table in (self._kept, self._open, self._barred):
-            table.pop(engine_id, None)  # type: ignore[attr-defined]  # tables of unlike values
+        self._kept.pop(engine_id, None)
+        self._open.pop(engine_id, None)
+        self._barred.pop(engine_id, None)
 
     def _has(self, engine_id: str, digest: bytes) -> bool:
         kept = self._kept.get(engine_id)
