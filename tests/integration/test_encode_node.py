@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -96,13 +97,10 @@ def assert_nothing_is_left(deployment: LocalDeployment) -> None:
     """Wait until no node has a request, and the prefill node awaits and quarantines no encoding."""
 
     def is_empty() -> bool:
-        with urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=10) as page:
-            text = page.read().decode()
-        is_open = re.search(r"^baton_encodings_open\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        assert is_open is not None
+        num_open = figure(METRICS, "baton_encodings_open")
         names = [name for name, node in described_nodes(deployment).items() if not node.lost]
         has_requests = any(held_by(deployment, name).requests for name in names)
-        return float(is_open[1]) == 0 and not has_requests
+        return num_open == 0 and not has_requests
 
     wait_until(is_empty, "no open request and encoding on any node", timeout_s=20)
 
@@ -139,3 +137,43 @@ def test_prompts_go_on_without_their_encode_node(
         assert_nothing_is_left(deployment)
     received, lost = encodings(ask(deployment, checkpoint, 90 + int(number)))
     assert received + lost <= 10
+
+
+@pytest.mark.thorough
+def test_an_image_in_fifty_prompts_of_two_prefill_nodes_is_encoded_once(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    checkpoint = make_vision_checkpoint(QUICK, tmp_path_factory.mktemp("model"))
+    (text, picture, _) = draw_parts(checkpoint, 7, 1)
+    page = free_address()
+    with run_deployment(
+        "--block-size",
+        str(block_size(checkpoint)),
+        "--kv-cache-memory",
+        "64M",
+        model=checkpoint.folder,
+        num_prefill=2,
+        num_encode=1,
+        encode_args=["--dtype", "float32", "--metrics-listen", page],
+        log_folder=tmp_path,
+        router_args=["--policy", "round_robin"],
+    ) as running:
+        drawn = [[text, picture, f"{number} of fifty"] for number in range(50)]
+        prompts = [as_files(prompt_of(checkpoint, parts)) for parts in drawn]
+        completions = complete_all(running, prompts, GREEDY)
+        assert_equal(completions, [expected(checkpoint, parts) for parts in drawn])
+        receipts = [one.receipt for one in completions if one.receipt is not None]
+        assert {one.prefill_node for one in receipts} == {"p0", "p1"}
+        computed = [one.prefill for one in receipts if one.prefill is not None]
+        assert sum(one.num_encodings_lost for one in computed) == 0
+        assert sum(one.num_encodings_received for one in computed) >= 2
+        assert figure(page, "baton_images_encoded_total") == 1
+
+
+def figure(address: str, name: str) -> float:
+    """Return a metric of a node without labels of its own."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+        text = page.read().decode()
+    found = re.search(rf"^{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
