@@ -24,12 +24,12 @@ from engine.worker.inputs.three_axes import RotaryPositions
 
 
 class InputBatch:
-    """Persistent host buffers (pinned if there is a GPU) and the copies to the device.
+    """Persistent host buffers (pinned with a GPU), and their copies on the device.
 
     There are two sets of buffers, as one step may be prepared while the previous one runs. A row of
     block ids and parameters belongs to one request until a plan assigns it to another. A token that
-    a running step samples is not known here; the next step reads it from ``last_tokens`` on the
-    device.
+    the running step samples is not known on the host; the next step reads the token from
+    ``last_tokens`` on the device.
 
     Args:
         max_num_requests: most requests in a step.
@@ -41,8 +41,8 @@ class InputBatch:
         max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
-        graph_inputs: stages steps for replays; None: nothing is captured.
-        has_three_axes: whether the model rotates images' tokens by positions on three axes.
+        graph_inputs: stages steps for graph replays; None: no graphs are captured.
+        has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
 
     Attributes:
         device: where the model runs.
@@ -114,7 +114,7 @@ class InputBatch:
         return self._fill_again(plan) or self._fill(StepColumns(plan, self._max_decode_rows))
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
-        """Stage a step for a replay if possible; otherwise, call `fill`."""
+        """Stage a step for a graph replay if possible; otherwise, call `fill`."""
         self._read(plan)
         columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
@@ -136,8 +136,8 @@ class InputBatch:
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
         """Reuse the buffers of a decode step with the same requests; write only what changes.
 
-        Most steps are like this, and the unchanged parts take longest to make. Returns None if the
-        requests differ, or if the device reads other buffers.
+        Most steps repeat the previous step's requests, and the unchanged parts take longest to
+        make. Returns None if the requests differ, or if the device reads other buffers.
         """
         buffers, token_ids = self._spare, plan.token_ids
         kept = buffers.decodes
@@ -228,7 +228,8 @@ class InputBatch:
             last_token_rows -= columns.num_behind
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
-        groups = self._groups(columns, token_rows, positions)  # reads positions in the sequence
+        # reads positions in the sequence, not positions for RoPE
+        groups = self._groups(columns, token_rows, positions)
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
             positions=self._rotary_positions(token_rows, positions),
@@ -251,9 +252,9 @@ class InputBatch:
         return step
 
     def _rotary_positions(self, token_rows: Ints, positions: Ints) -> Tensor:
-        """Return the positions for rotation, on the device; see `ModelInput`.
+        """Return positions for RoPE, on the device; see `ModelInput`.
 
-        The positions in the buffer are replaced, once nothing else reads them.
+        Overwrites the positions in the buffer, so call this when no other code needs them.
         """
         num_tokens = len(positions)
         if self._rotary.is_active:
@@ -289,7 +290,7 @@ class InputBatch:
     def _groups(
         self, columns: StepColumns, token_rows: Ints, positions: Ints
     ) -> tuple[AttentionMetadata | StateMetadata, ...]:
-        """Make the metadata of each group; groups differ only in their blocks."""
+        """Make the attention metadata of each group; groups differ only in their blocks."""
         buffers, rows, ends = self._buffers, columns.rows, columns.ends
         num_requests, num_tokens = len(rows), len(positions)
         max_query_len, max_seq_len = int(columns.query_lens.max()), int(ends.max())
@@ -326,7 +327,7 @@ class InputBatch:
         return tuple(groups)
 
     def _read(self, plan: StepPlan) -> None:
-        """Write a plan's changes into the rows."""
+        """Apply a plan's new rows and new blocks."""
         for new in plan.new_rows:
             self._rows.place(new)
             if self._has_three_axes:

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, text: norms before and after each part, soft caps, and mostly windows."""
+"""Gemma 2 and 3, text: norms before and after each part, soft caps, mostly sliding windows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, *, qk_norm: bool) -> Recipe:
-    """Return the recipe; layers with a window may have a RoPE base of their own."""
+    """Return the recipe; layers with a window may have a separate RoPE base."""
     fields, bias, local = model.fields, model.attention_bias, model.sliding_rope
     scalar = fields.optional_number("query_pre_attn_scalar")
     mixers = [
@@ -105,7 +105,7 @@ Gemma3ForConditionalGeneration = TextPart(
 # ---------------------------------------------------------------------------- GGUF files
 
 
-# Layer counts that identify the sizes that scale queries differently, as in llama.cpp.
+# Layer counts of the model sizes that scale queries differently, as in llama.cpp.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA_NORMS: Names = {

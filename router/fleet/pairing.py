@@ -26,9 +26,9 @@ def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Return the first entry that differs and so forbids pairing two nodes; empty if none.
+    """Return the first entry in which two nodes differ so that they cannot be paired.
 
-    An encode node has only the entries on which encodings depend.
+    "" if none. An encode node has only the entries on which encodings depend.
     """
     keys = one.compatibility.keys() | other.compatibility.keys()
     for node in (one, other):
@@ -46,13 +46,13 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _short(said: str | None) -> str:
-    """Shorten a node's text: a report with this text is kept for each pair of nodes."""
+    """Shorten a text from a node, because a report is kept for each pair of nodes."""
     text = str(said)
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
 def introduce(node: Node, peers: Iterable[Node]) -> None:
-    """Tell a node that joined and its compatible peers about each other."""
+    """Tell a joined node about its compatible peers, and these peers about the node."""
     for other in peers:
         problem = incompatibility(node.registration, other.registration)
         if problem:
@@ -85,14 +85,15 @@ def are_peers(one: Node, other: Node) -> bool:
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
     """Count compatible pairs that are not connected.
 
-    A pair is down if one end reports that it cannot reach the other, or left without being told
-    to. A lost node reports nothing and its peers forget it, so lost nodes are counted by role.
+    A pair is down if one end reports that it cannot reach the other, or if one end left
+    unexpectedly. A lost node reports nothing and its peers forget it, so lost nodes are counted by
+    role.
     """
     nodes = list(nodes)
     down: set[frozenset[str]] = set()
     for node in nodes:
         for engine_id, report in node.reports.items():
-            # Reports on incompatible nodes have no engine id.
+            # Reports on incompatible nodes contain no engine id.
             if report.engine_id and not report.connected:
                 down.add(frozenset((node.engine_id, engine_id)))
     present = Counter((node.registration.role, node.registration.revision) for node in nodes)

@@ -30,7 +30,7 @@ _FOR_NODES = (
     "speculative_model", "adapter_root",
 )  # fmt: skip
 _FOR_ENCODE_NODES = ("dtype",)
-_MAX_ADAPTERS = 8  # in each node's memory, with a folder of adapters
+_MAX_ADAPTERS = 8  # slots of each node if a folder of adapters is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
