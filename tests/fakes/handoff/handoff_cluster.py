@@ -269,8 +269,7 @@ class Cluster:
             images: the prompt's images; the node that computes the prompt gets their files.
             encode_engine_id: node that sends the encodings to the prefill node; empty: none.
         """
-        outputs = tuple(output_token_ids)
-        trace = TraceContext(random_id(16)).child()
+        outputs, trace = tuple(output_token_ids), TraceContext(random_id(16)).child()
         self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
         self.attempts[request_id, epoch].num_initial = len(outputs)
         self.attempts[request_id, epoch].trace = trace
