@@ -1,1 +1,1 @@
-"""PROGRAM 4: the encode loop: encodes images and sends the encodings to prefill nodes."""
+"""Program 4: encodes images and sends the encodings to prefill nodes."""
