@@ -1,1 +1,1 @@
-"""What encode nodes and prefill nodes share: memory for encodings of images, and its units."""
+"""Memory for encodings of images, and its units, for encode nodes and prefill nodes."""
