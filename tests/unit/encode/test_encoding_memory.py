@@ -1,4 +1,4 @@
-"""Encodings keep all bits on their way through memory, and units are free when nobody holds them."""
+"""Encodings keep all bits on their way through memory, and units without holders are free."""
 
 from __future__ import annotations
 
