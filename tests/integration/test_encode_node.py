@@ -109,7 +109,8 @@ def test_encodings_come_from_the_encode_node(
     deployment: LocalDeployment, checkpoint: VisionCheckpoint
 ) -> None:
     received, lost = encodings(ask(deployment, checkpoint, 1))
-    assert (received, lost) == (10, 0)
+    assert lost == 0
+    assert 4 <= received <= 10, "a long queue there leaves some images to the prefill node"
     again = encodings(ask(deployment, checkpoint, 1))
     assert again == (0, 0), "the prefill node keeps them"
     assert_nothing_is_left(deployment)
