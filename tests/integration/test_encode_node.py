@@ -152,10 +152,12 @@ def test_an_image_in_fifty_prompts_of_two_prefill_nodes_is_encoded_once(
         str(block_size(checkpoint)),
         "--kv-cache-memory",
         "64M",
+        "--kv-connector",
+        "tls",
         model=checkpoint.folder,
         num_prefill=2,
         num_encode=1,
-        encode_args=["--dtype", "float32", "--metrics-listen", page],
+        encode_args=["--dtype", "float32", "--kv-connector", "tls", "--metrics-listen", page],
         log_folder=tmp_path,
         router_args=["--policy", "round_robin"],
     ) as running:
