@@ -33,8 +33,8 @@ from engine.engine_loop import EngineLoop
 from engine.images.pixel_maker import PixelMaker
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from kvconnector.ends import Sender
-from node_runtime.collector import TransferCollector
 from node_runtime.encodings.units import Units
+from node_runtime.reports.collector import TransferCollector
 from node_runtime.threads import ENGINE_THREAD, KV_THREAD
 
 logger = logging.getLogger(__name__)

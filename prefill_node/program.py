@@ -8,13 +8,14 @@ from collections.abc import Callable
 import torch
 
 from baton.kv.encodings import RECEIVER_ENDING, num_units
-from baton.link.words import NodeEvent, NodeRole
+from baton.link.words import NodeEvent, NodeRole, PrefillCommand
 from baton.text.grammar_trials import EarlyGrammars
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.fault_file import faults_of
 from models.vision.specs import encoding_width
 from node_runtime.encodings.memory import EncodingMemory
 from node_runtime.encodings.units import Units
+from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 from node_runtime.node_transport import open_encodings_transport
@@ -38,7 +39,7 @@ def make_program(
         )
         sender.loop.start()
         arrivals, receiver = None, None
-        if options.encode_nodes and parts.engine.images.are_taken:
+        if options.encode_nodes and parts.engine.features.images.are_taken:
             arrivals, receiver = _make_arrivals(options, parts)
         node = PrefillNode(
             parts.engine,
@@ -46,7 +47,7 @@ def make_program(
             parts.emit,
             options.push,
             traces=PrefillTraces(parts.spans, time.monotonic),
-            adapters=parts.adapters,
+            inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
             arrivals=arrivals,
         )
         return node, sender, receiver
@@ -70,4 +71,6 @@ def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals,
     )
     receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
     receiver.loop.start()
-    return Arrivals(parts.engine, memory, units, receiver, options.encode_timeout_s), receiver
+    return Arrivals(
+        parts.engine.features, memory, units, receiver, options.encode_timeout_s
+    ), receiver

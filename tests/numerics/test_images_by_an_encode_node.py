@@ -55,7 +55,7 @@ class WithEncodeNode(Cluster):
         )
         self.units = Units(128)
         self.p.arrivals = Arrivals(
-            self.p.engine, target, self.units, self.encodings, 5.0, self.clock
+            self.p.engine.features, target, self.units, self.encodings, 5.0, self.clock
         )
         self.e_sender = Sender(InMemoryTransport(E, source), _ignore, _die, self.clock)
         self.events = list[NodeEvent]()
@@ -125,7 +125,7 @@ def test_encodings_of_another_node_give_the_same_tokens(
     assert cluster.e.counts.images_encoded == 10
     # The encode node stands still: the prefill node encodes.
     cluster.p.engine.block_pool.reset_prefix_cache()
-    cluster.p.engine.forget_encodings()
+    cluster.p.engine.features.forget_encodings()
     cluster.d.engine.block_pool.reset_prefix_cache()
     cluster.e_stands_still = True
     cluster.place_with_encodings("again", prompts[3])

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.worker.inputs.encodings import Encodings
+from engine.worker.extras.encodings import Encodings
 from node_runtime.encodings.memory import EncodingMemory
 from node_runtime.encodings.units import Units
 
