@@ -49,6 +49,7 @@ class KVKind(enum.StrEnum):
     WINDOW = "window"  # keys and values; blocks outside the window are freed
     LATENT = "latent"  # one vector per token; all blocks are kept
     STATE = "state"  # the state after a block's last token; the newest is kept
+    ENCODING = "encoding"  # embeddings of an image's placeholders; no KV
 
 
 class HandOffRule(enum.StrEnum):

@@ -150,6 +150,17 @@ class GemmaSpec:
 VisionSpec = TilesSpec | PixtralSpec | QwenSpec | GemmaSpec
 
 
+def encoding_width(spec: VisionSpec, text_size: int) -> int:
+    """Return the numbers per embedding that an encoder makes; see `VisionEncoder.width`.
+
+    Args:
+        text_size: size of the text network's embeddings.
+    """
+    if isinstance(spec, QwenSpec):
+        return spec.text_size * (1 + len(spec.deep_layers))
+    return text_size
+
+
 def read_tiles(fields: Fields) -> TilesSpec:
     """Read the vision part of Idefics3 and SmolVLM (Laurençon et al., arXiv:2408.12637)."""
     vision = _vision_fields(fields)

@@ -115,25 +115,28 @@ class ImageSteps:
             self.cache.remove(digest)
             del self._encode[digest]
         self._num_tokens_left = self._max_encoder_tokens
-        self._num_tokens_left -= sum(map(self.cache.size_of, self._encode))
-        self._encodes_any = bool(self._encode)
+        left = [digest for digest, image in self._encode.items() if not image.is_encoded]
+        self._num_tokens_left -= sum(map(self.cache.size_of, left))
+        self._encodes_any = bool(left)
 
     def limit(self, request: Request, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` tokens the images let this step compute."""
         start = request.num_computed_tokens + request.num_tokens_in_flight
-        needed: dict[bytes, int] = {}  # sizes of the images to encode
+        needed: dict[bytes, int] = {}  # sizes of the images whose encodings are not kept
+        to_encode = 0  # tokens of those that this node must encode
         used: list[bytes] = []
         if request.images is None or start >= request.images.end:
             return num_tokens
         for span in _spans_between(request, start, start + num_tokens):
             used.append(span.digest)
-            if span.digest not in self.cache:
+            if span.digest not in self.cache and span.digest not in needed:
                 needed[span.digest] = span.num_tokens
+                to_encode += 0 if _is_encoded(request.images, span) else span.num_tokens
             if not needed:
                 continue
             num_needed = sum(needed.values())
             is_first = not self._encodes_any and len(needed) == 1
-            in_budget = is_first or num_needed <= self._num_tokens_left
+            in_budget = is_first or to_encode <= self._num_tokens_left
             if not in_budget or not self.cache.has_room(num_needed, used):
                 return max(span.first - start, 0)
         return num_tokens
@@ -227,9 +230,18 @@ class ImageSteps:
         self._encode[span.digest] = EncodeImage(
             span.digest, len(images.places[index]), images.pixels[span.digest].arrays
         )
+        if _is_encoded(images, span):
+            self._counters.encodings_received += 1
+            return
         self._num_tokens_left -= span.num_tokens
         self._encodes_any = True
         self._counters.images_encoded += 1
+
+
+def _is_encoded(images: PromptImages, span: ImageSpan) -> bool:
+    """Return whether another node has encoded an image."""
+    pixels = None if images.pixels is None else images.pixels.get(span.digest)
+    return pixels is not None and pixels.is_encoding
 
 
 def _spans_between(request: Request, start: int, end: int) -> list[ImageSpan]:
