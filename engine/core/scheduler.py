@@ -63,6 +63,8 @@ class Scheduler:
         masks: see below; None: compute each mask at once.
         encoder_cache_tokens: tokens of all encodings of images that the workers keep.
         max_num_encoder_input_tokens: most tokens of the images that one step encodes.
+        keeps_images_whole: whether one step computes all tokens of an image, as these see each
+            other.
 
     Attributes:
         num_preemptions: preemptions since the start.
@@ -92,6 +94,7 @@ class Scheduler:
         masks: MaskMaker | None = None,
         encoder_cache_tokens: int = 0,
         max_num_encoder_input_tokens: int = 0,
+        keeps_images_whole: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.requests: dict[str, Request] = {}
@@ -119,7 +122,12 @@ class Scheduler:
             policy=drafting,
         )
         self.masks = masks or MasksAtOnce()
-        self.images = ImageSteps(encoder_cache_tokens, max_num_encoder_input_tokens, self.counters)
+        self.images = ImageSteps(
+            encoder_cache_tokens,
+            max_num_encoder_input_tokens,
+            self.counters,
+            keeps_whole=keeps_images_whole,
+        )
         self._num_steps_in_flight = 0
         self._num_adapted = 0  # open requests with an adapter
 
@@ -612,7 +620,7 @@ class Scheduler:
         left = self._num_prefill_tokens_left if missing > 1 else 1
         size = min(missing, budget, self._long_prefill_token_threshold, left)
         if request.images is not None:
-            size = self.images.limit(request, size)
+            size = self.images.limit(request, size, min(missing, budget))
             if missing == 1:
                 return size
         if size == 1:  # `_add` does not count single tokens, as most are decodes

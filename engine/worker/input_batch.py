@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
+from engine.core.images.image_plan import StepImages
 from engine.core.step_plan import SHARE, StepPlan
 from engine.worker.block_table import BlockTable
 from engine.worker.drafting.base import DraftingStep
@@ -43,6 +44,8 @@ class InputBatch:
         device: where the model runs.
         graph_inputs: stages steps for replays; None: nothing is captured.
         has_three_axes: whether the model rotates images' tokens by positions on three axes.
+        whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
+            to each other. A step then has all embeddings of an image that it has no KV of.
 
     Attributes:
         device: where the model runs.
@@ -64,6 +67,7 @@ class InputBatch:
         device: torch.device,
         graph_inputs: GraphInputs | None = None,
         has_three_axes: bool = False,
+        whole_image_groups: Collection[int] = (),
     ) -> None:
         self.device = device
         self._block_size, self._state_groups = block_size, frozenset(state_groups)
@@ -107,11 +111,13 @@ class InputBatch:
         self._rows = RequestRows(max_num_requests, is_staged=graph_inputs is not None)
         self._rotary = RotaryPositions(max_num_requests)
         self._has_three_axes = has_three_axes
+        self._whole_image_groups = frozenset(whole_image_groups)
 
     def fill(self, plan: StepPlan) -> PreparedStep:
         """Write a step into the buffers; return views of the buffers on the device."""
         self._read(plan)
-        return self._fill_again(plan) or self._fill(StepColumns(plan, self._max_decode_rows))
+        kept = self._fill_again(plan)
+        return kept or self._fill(StepColumns(plan, self._max_decode_rows), plan.images)
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
         """Stage a step for a replay if possible; otherwise, call `fill`."""
@@ -205,7 +211,7 @@ class InputBatch:
             seq_lens_host=seq_lens,
         )
 
-    def _fill(self, columns: StepColumns) -> PreparedStep:
+    def _fill(self, columns: StepColumns, images: StepImages | None = None) -> PreparedStep:
         self._spare, self._buffers = self._buffers, self._spare
         buffers = self._buffers
         num_requests, num_tokens = len(columns.rows), len(columns.token_ids)
@@ -228,7 +234,9 @@ class InputBatch:
             last_token_rows -= columns.num_behind
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
-        groups = self._groups(columns, token_rows, positions)  # reads positions in the sequence
+        row_ends = self._row_ends(images, positions)
+        # Reads positions in the sequence.
+        groups = self._groups(columns, token_rows, positions, row_ends)
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
             positions=self._rotary_positions(token_rows, positions),
@@ -286,10 +294,32 @@ class InputBatch:
         on_device = self._to_device(buffer.tensor[: 2 * len(places)]).view(2, -1)
         return on_device[0], on_device[1]
 
+    def _row_ends(self, images: StepImages | None, positions: Ints) -> Tensor | None:
+        """Return `AttentionMetadata.row_ends`: an image's embeddings see to the image's last one.
+
+        Args:
+            images: the step's images, each with the last of its embeddings.
+            positions: `[num_tokens]`, index of each token in its sequence.
+        """
+        if images is None or not images.placed or not self._whole_image_groups:
+            return None
+        ends = (positions + 1).astype(np.int32)
+        for placed in images.placed:
+            ends[placed.rows] = ends[placed.rows[-1]]
+        return self._to_device(torch.from_numpy(ends))
+
     def _groups(
-        self, columns: StepColumns, token_rows: Ints, positions: Ints
+        self,
+        columns: StepColumns,
+        token_rows: Ints,
+        positions: Ints,
+        row_ends: Tensor | None = None,
     ) -> tuple[AttentionMetadata | StateMetadata, ...]:
-        """Make the metadata of each group; groups differ only in their blocks."""
+        """Make the metadata of each group; groups differ in their blocks.
+
+        Args:
+            row_ends: ends of the keys that tokens see in `whole_image_groups`.
+        """
         buffers, rows, ends = self._buffers, columns.rows, columns.ends
         num_requests, num_tokens = len(rows), len(positions)
         max_query_len, max_seq_len = int(columns.query_lens.max()), int(ends.max())
@@ -321,6 +351,7 @@ class InputBatch:
                 max_seq_len=max_seq_len,
                 query_lens=query_lens_host,
                 seq_lens_host=seq_lens_host,
+                row_ends=row_ends if index in self._whole_image_groups else None,
             )
             groups.append(metadata)
         return tuple(groups)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _Array = np.ndarray[Any, np.dtype[Any]]
 # Arrays of image processors that encoders read. Their first axis is the image, except in flat lists
 # of patches.
-_READ = ("pixel_values", "image_grid_thw")
+_READ = ("pixel_values", "image_grid_thw", "image_position_ids")
 _FLAT = 2
 
 

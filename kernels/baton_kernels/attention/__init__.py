@@ -36,6 +36,8 @@ _WITHOUT_SINKS = ("flash_attn", "flash_triton")
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
 # Backend of keys and values -> backend of the same kind that takes only latents.
 _OVER_LATENTS = {"triton": "triton_latents"}
+# Backends in which tokens of an image can see each other (`AttentionMetadata.row_ends`).
+WITH_ROW_ENDS = ("reference", "cpu", "native")
 _TRITON = ("triton", "triton_invariant", "triton_latents", "flash_triton")
 
 
@@ -168,4 +170,4 @@ def _check(name: str, block_size: int, device: torch.device | str) -> None:
             raise ConfigError(f"attention_backend: flash_triton cannot be used: {reason}")
 
 
-__all__ = ["ATTENTION_BACKENDS", "choose_attention_backend"]
+__all__ = ["ATTENTION_BACKENDS", "WITH_ROW_ENDS", "choose_attention_backend"]
