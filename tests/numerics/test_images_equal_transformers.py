@@ -198,6 +198,8 @@ def test_preempted_requests_compute_their_images_again(
     assert lengths == [NUM_TOKENS] * 3
     num_tokens = max(len(alone.engine.requests), alone.metrics().prompt_tokens_computed_total)
     few = num_tokens // 16 + 8
+    if keeps_images_whole(checkpoint):
+        few += 13  # layers with a window need blocks of their own
     llm = load(checkpoint, prefix_cache=False, num_blocks=few, block_size=16)
     found = llm.generate(asked[1:4], long)
     assert llm.metrics().preemptions_total > 0
@@ -223,7 +225,7 @@ def test_chats_are_tokenized_as_by_the_processor(checkpoint: VisionCheckpoint) -
     token_ids = prompt["prompt"]
     assert isinstance(token_ids, list)
     found, _ = with_images(token_ids, prompt["images"], llm.engine.images.layout)
-    text = f"user:a\n{checkpoint.expanded_text(image(1))}\nb\nassistant:"
+    text = f"user:a\n{checkpoint.expanded_text(image(1))}\nbassistant:"
     assert found == checkpoint.tokenizer(text, add_special_tokens=False).input_ids
 
 

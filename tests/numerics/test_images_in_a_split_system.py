@@ -11,7 +11,6 @@ import torch
 
 from baton.api.images import PromptImage
 from baton.api.sampling_params import SamplingParams
-from baton.media.expand import as_written
 from decode_node.options import DecodeOptions
 from engine import LLM
 from engine.core.request import Request
@@ -19,7 +18,7 @@ from engine.offline.images import with_images
 from models.vision.preprocess import Preprocessor
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, Cluster, kv_of
 from tests.fakes.images.inline_pixels import decode_inline
-from tests.numerics.test_images_equal_transformers import QUICK, WHOLE, draw_parts, prompt_of
+from tests.numerics.test_images_equal_transformers import QUICK, draw_parts, prompt_of
 from tests.numerics.vision_checkpoints import VisionCheckpoint, make_vision_checkpoint
 
 NUM_BLOCKS, NUM_TOKENS = 400, 8
@@ -28,11 +27,9 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 Expanded = tuple[list[int], tuple[PromptImage, ...]]
 
 
-@pytest.fixture(scope="module", params=[QUICK, pytest.param(WHOLE, marks=pytest.mark.large)])
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> VisionCheckpoint:
-    return make_vision_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> VisionCheckpoint:
+    return make_vision_checkpoint(QUICK, tmp_path_factory.mktemp("model"))
 
 
 @functools.cache
@@ -57,13 +54,12 @@ def llm(checkpoint: VisionCheckpoint) -> LLM:
 @pytest.fixture(scope="module")
 def prompts(checkpoint: VisionCheckpoint, llm: LLM) -> list[Expanded]:
     """Prompts with 0 to 4 images."""
-    layout, expanded = llm.engine.images.layout, []
     assert llm.tokenizer is not None
-    assert layout is not None
+    expanded = []
     for num in range(5):
         prompt = prompt_of(checkpoint, draw_parts(checkpoint, 20 * num, num))
-        token_ids = llm.tokenizer.encode(as_written(prompt["prompt"], layout))
-        expanded.append(with_images(token_ids, prompt["images"], layout))
+        token_ids = llm.tokenizer.encode(prompt["prompt"])
+        expanded.append(with_images(token_ids, prompt["images"], llm.engine.images.layout))
     return expanded
 
 

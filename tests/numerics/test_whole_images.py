@@ -52,9 +52,9 @@ def test_these_checkpoints_tell_whether_images_are_seen_whole(
     ids = torch.tensor([checkpoint.tokenizer(text, add_special_tokens=False).input_ids])
     types = (ids == checkpoint.theirs.config.image_token_id).int()
     inputs = checkpoint.model_inputs(picture)
-    whole = checkpoint.theirs(ids, token_type_ids=types, **inputs).logits[0, -1]
-    causal = checkpoint.theirs(ids, **inputs).logits[0, -1]
-    assert (whole - causal).abs().max() > 0.01
+    whole = checkpoint.theirs(ids, token_type_ids=types, **inputs).logits
+    causal = checkpoint.theirs(ids, **inputs).logits
+    assert (whole - causal).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
@@ -78,7 +78,7 @@ def test_images_wait_for_a_step_with_room(
     assert_equal(llm.generate(asked * 2, GREEDY), wanted * 2)
 
 
-@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("size", [8, 16])
 def test_a_hit_may_end_within_an_image(checkpoint: VisionCheckpoint, size: int) -> None:
     llm = load(checkpoint, block_size=size, num_blocks=1600)
     within, found, wanted = 0, [], []
