@@ -50,7 +50,7 @@ def _import_engine(name: str) -> Any:
     return {"LLM": LLM, "AsyncLLM": AsyncLLM}[name]
 
 
-if not TYPE_CHECKING:  # type checkers know the names above and that no others exist
+if not TYPE_CHECKING:  # a `__getattr__` would hide wrong names from type checkers
 
     def __getattr__(name: str) -> Any:
         """Import a heavy module on first use: gRPC for clients, torch for `LLM` and `AsyncLLM`.

@@ -25,7 +25,7 @@ DEFAULT_SPECULATIVE_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4", "fp8")
-NUMA = "numa"  # value of an option, in place of a list of cores
+NUMA = "numa"  # value of the option for cores: choose cores by NUMA node
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
@@ -33,7 +33,7 @@ MAX_ADAPTERS = 4096
 DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
-MAX_BATCHED_TOKENS = 2**20  # larger steps would take too long
+MAX_BATCHED_TOKENS = 2**20  # most tokens of a step; larger steps take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
 _BATCH_LIMITS = {
@@ -56,7 +56,7 @@ _BATCH_LIMITS = {
 class EngineConfig:
     """An engine's options, checked when created; raises ConfigError naming the field.
 
-    None means that machine and model decide. For batch limits that may be 0, 0 means this too.
+    None lets machine and model decide; so does 0 for batch limits that may be 0.
     """
 
     dtype: str = option(
@@ -151,7 +151,8 @@ class EngineConfig:
         0,
         least=0,
         help="Tokens per KV block; 0: 16, but in a model with states (Mamba, convolutions) the "
-        "fewest whose keys and values take as many bytes as the states. The same on all nodes.",
+        "fewest whose keys and values take as many bytes as the states, and 256 for FlashAttention "
+        "2. The same on all nodes.",
     )
     kv_layout: str = option(
         "layers",
@@ -441,7 +442,7 @@ class EngineConfig:
         )
 
 
-_MOST_CORES = 2**16  # more than any machine has; larger numbers would use up memory
+_MOST_CORES = 2**16  # more cores than any machine has; bounds the set's memory
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -133,7 +133,7 @@ def option(default: Any = dataclasses.MISSING, /, *, help: str, **more: Any) -> 
 
 
 def group(make_default: Callable[[], Any], *, without: tuple[str, ...] = ()) -> Any:
-    """Declare a field whose own options become its owner's options, except some.
+    """Declare a field that holds a dataclass of options; its owner gets these options, except some.
 
     The defaults are those in the value that `make_default` returns.
     """

@@ -1,4 +1,4 @@
-"""GrantQueue: decides which parked request gets blocks next.
+"""GrantQueue: decides which parked request gets blocks for its KV next.
 
 Requests are served in order of arrival, or of rank if priorities count, unless their next missing
 block is arriving already:
@@ -28,7 +28,7 @@ class _Transfer:
     """A granted request whose KV is arriving.
 
     Attributes:
-        num_tokens: tokens that count against the budget.
+        num_tokens: tokens that count towards the limit of received tokens.
         hashes: hashes of the full blocks that only this transfer brings.
         waiters: requests that wait for these blocks, in order of arrival.
     """
@@ -39,11 +39,11 @@ class _Transfer:
 
 
 class GrantQueue:
-    """Requests that wait for blocks to receive KV into.
+    """Requests that wait for blocks to receive their KV.
 
     Args:
         engine: allocates the blocks.
-        max_requests: most requests that receive at a time.
+        max_requests: most requests that receive KV at a time.
         max_tokens: most tokens received at a time (more for one long prompt); 0: half the cache.
     """
 
@@ -57,16 +57,16 @@ class GrantQueue:
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}  # missing blocks, and the transfers that bring them
-        # The refused request at the front, with the numbers of free blocks and waiting requests
-        # then. While these stay, the queue need not look up each block of the prompt again.
+        # The refused first request, with the numbers of free blocks and of waiting requests when it
+        # was refused. While both numbers are unchanged, its blocks need not be looked up again.
         self._refused: tuple[Key, int, int] | None = None
 
     def add_parked(self, key: Key, request: Request) -> None:
-        """Queue a parked request whose prefill node waits for its grant."""
+        """Queue a parked request; its prefill node waits for a grant."""
         self._queue(len(self._waiting), [(key, request)])
 
     def grant_next(self) -> tuple[Key, GrantedBlocks] | None:
-        """Grant the next request its blocks; None if blocks or budget are lacking."""
+        """Grant the next request its blocks; return None if blocks or budget are lacking."""
         while self._waiting:
             key, request = self._waiting[0]
             if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:  # ended meanwhile
@@ -109,7 +109,7 @@ class GrantQueue:
         self._queue(0, transfer.waiters)
 
     def _queue(self, place: int, requests: list[tuple[Key, Request]]) -> None:
-        """Queue requests from ``place`` on; by priority, each has its place by rank."""
+        """Insert requests at ``place``; if priorities count, insert each by its rank."""
         if not self._engine.by_priority:
             self._waiting[place:place] = requests
             return
@@ -117,7 +117,7 @@ class GrantQueue:
             bisect.insort(self._waiting, item, key=lambda item: item[1].rank)
 
     def _is_refused(self, key: Key) -> bool:
-        """Return whether the first request was refused and nothing has changed since."""
+        """Return whether the first request was refused, with equal free blocks and queue."""
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused

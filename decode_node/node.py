@@ -56,16 +56,17 @@ class _Job:
 
 
 class DecodeNode:
-    """Receives prompts' KV and decodes from token 2 on.
+    """Receives prompts' KV, and decodes from token 2 on.
 
     Args:
         engine: the engine; only this node steps it.
         receiver: receives KV from prefill nodes.
-        emit: takes events for the router; called on this node's thread.
+        emit: sends events to the router; called on this node's thread.
         options: options of decode nodes.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: one that reads no files.
+        adapters: holds commands until their adapters are in memory; None: adapters are not read
+            from files.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class DecodeNode:
         self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
-        """Leave a command for the next step; safe from any thread."""
+        """Queue a command for the next step; thread-safe."""
         self._inbox.put(command)
 
     def step(self) -> bool:
-        """Run one round; return whether there is more to do at once."""
+        """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
         for event in self.receiver.poll():
             self._settle(event)
@@ -171,7 +172,7 @@ class DecodeNode:
         self.reservations.add_peer(peer)
 
     def remove_peer(self, engine_id: str) -> None:
-        """Fail the requests of a prefill node that has gone."""
+        """Fail the requests of a departed prefill node."""
         self.note_prefill_node(engine_id, is_connected=False)
         for reservation in self.reservations.lose_peer(engine_id):
             self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
@@ -201,7 +202,7 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether nearly all of a prompt is cached, and the request can start at once."""
+        """Return whether so much of a prompt is cached that the request can start at once."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.num_usable_cached_tokens(request)
@@ -209,7 +210,7 @@ class DecodeNode:
             return False
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # A prefill node computes a short prompt of which nothing is cached here.
+        # If nothing of a short prompt is cached here, a prefill node computes it.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
@@ -279,7 +280,10 @@ class DecodeNode:
                 self._refuse(job.command, error)
 
     def _end_handed_back(self) -> None:
-        """Tell the router to place preempted requests again; prompts are not recomputed here."""
+        """Return preempted requests to the router, which places them again.
+
+        Prompts are not recomputed here.
+        """
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
             self._fail(job.reservation, "PREEMPTED", "preempted: other requests need its memory")
@@ -294,7 +298,7 @@ class DecodeNode:
     def _drop_job(
         self, request_id: str, error: str = "", receipt: DecodeReceipt | None = None
     ) -> _Job | None:
-        """Forget a job, if there is one, and end its trace."""
+        """Forget a job, if it exists, and end its trace."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             reservation = job.reservation

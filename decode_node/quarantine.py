@@ -32,7 +32,7 @@ class _Held:
 
 
 class Quarantine:
-    """The quarantine of one decode node.
+    """The blocks of ended requests that peers may still write, on one decode node.
 
     Args:
         engine: owner of the blocks.
@@ -45,7 +45,7 @@ class Quarantine:
         self._receiver = receiver
         self._clock = clock
         self._held: dict[Key, _Held] = {}
-        self._processes: dict[str, PeerProcess] = {}  # all known peers, by engine id
+        self._processes: dict[str, PeerProcess] = {}  # known peers by engine id
         self._gone: set[str] = set()
         self._draining: set[str] = set()
 
@@ -74,7 +74,7 @@ class Quarantine:
             self._gone.add(engine_id)
 
     def end_drained(self, engine_id: str) -> None:
-        """Free the blocks held for a dead peer whose messages are all read, unless it came back."""
+        """Free the blocks held for a dead peer whose messages are read, unless it came back."""
         if engine_id in self._draining:
             for key in [key for key, held in self._held.items() if held.engine_id == engine_id]:
                 self.free(key, engine_id)
@@ -93,7 +93,7 @@ class Quarantine:
     def hold_blocks(
         self, key: Key, engine_id: str, block_ids: tuple[int, ...], parked_at: float
     ) -> None:
-        """Hold the blocks of an ended request whose peer was asked to stop writing.
+        """Hold the blocks of an ended request whose prefill node was asked to stop writing.
 
         Args:
             parked_at: when the request arrived.
@@ -102,14 +102,17 @@ class Quarantine:
         self._held[key] = _Held(engine_id, block_ids, parked_at, self._clock())
 
     def free(self, key: Key, engine_id: str) -> None:
-        """Free a request's blocks because its peer writes no more; do nothing if none are held."""
+        """Free a request's blocks, because its peer writes no more.
+
+        Do nothing if no blocks are held.
+        """
         held = self._held.get(key)
         if held is not None and held.engine_id == engine_id:
             del self._held[key]
             self._engine.block_pool.release(reversed(held.block_ids))
 
     def tick(self) -> None:
-        """Drain dead peers, forget lost peers without held blocks, repeat Cancel to others."""
+        """Drain dead peers, forget lost peers without held blocks, repeat Cancel to other peers."""
         now = self._clock()
         may_write = {held.engine_id for held in self._held.values()}
         for engine_id in list(self._gone):
@@ -128,7 +131,7 @@ class Quarantine:
                 self._receiver.cancel(request_id, epoch, held.engine_id)
 
     def ledger(self) -> list[BlockHolding]:
-        """Return the held blocks, for the ledger."""
+        """Return the blocks in quarantine, for the operators' ledger."""
         now = self._clock()
         return [
             BlockHolding(

@@ -37,15 +37,16 @@ from kvconnector.peer_info import PeerInfo
 
 logger = logging.getLogger(__name__)
 
-# How long to remember an ended request, and a `Start` that came before its `DecodeCommand`.
+# Seconds for which to remember an ended request, or a `Start` that came before its `DecodeCommand`.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # for these, a `DecodeCommand` may never come
+# Most `Start` messages that are kept: their `DecodeCommand` may never come
+MAX_EARLY_STARTS = 10_000
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
 
 class ReservationState(Enum):
-    """A reservation's state; COMMITTED from the start if this node computes the prompt."""
+    """States of a reservation; COMMITTED from the start if this node computes the prompt."""
 
     PARKED = "PARKED"
     GRANTED = "GRANTED"
@@ -56,7 +57,7 @@ class ReservationState(Enum):
 
 @dataclass(slots=True)
 class Reservation:
-    """One request's blocks, from parking until their KV has arrived.
+    """One request's blocks, from parking the request until its KV has arrived.
 
     Attributes:
         block_ids: blocks that the prefill node may write.
@@ -108,8 +109,8 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        self._early_starts: dict[tuple[Key, str], float] = {}  # when each `Start` came
-        self._ended: dict[Key, float] = {}  # tombstones: when each ended, for a late `Start`
+        self._early_starts: dict[tuple[Key, str], float] = {}  # when each early `Start` arrived
+        self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0
@@ -171,7 +172,7 @@ class Reservations:
                 self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
                 if not self._commit(key, reservation, event):
-                    # The peer writes no more, but the commit does not fit the request.
+                    # The peer has finished writing, but its commit does not fit the request.
                     reservation.num_received_tokens = 0
                     self._end(key, reservation, TransferOutcome.FAILED, quiet=True)
                 return reservation
@@ -203,7 +204,7 @@ class Reservations:
     # ------------------------------------------------------------------ out
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """End a reservation early; do nothing if it is unknown."""
+        """End a reservation early; do nothing if the request is unknown."""
         key = (request_id, epoch)
         reservation = self._open.get(key)
         if reservation is not None:
@@ -212,7 +213,8 @@ class Reservations:
     def lose_peer(self, engine_id: str) -> list[Reservation]:
         """End all reservations of a prefill node that the router has lost; return them.
 
-        The node may be alive: it stays connected until it sends `Quiet`, or is known to be dead.
+        The prefill node may be alive, so it stays connected until it sends `Quiet` or is known to
+        be dead.
         """
         self.quarantine.lose(engine_id)
         return self.end_all_of(engine_id)
@@ -226,7 +228,7 @@ class Reservations:
         return lost
 
     def tick(self) -> None:
-        """Run the quarantine's work and forget old entries; call often."""
+        """Run the quarantine's periodic work, and forget old entries; call often."""
         now = self._clock()
         if now < self._tick_at:
             return
@@ -325,8 +327,9 @@ class Reservations:
     ) -> None:
         """End a reservation, and abort its request in the engine.
 
-        KV up to the watermark stays in the prefix cache, for a later attempt. The other blocks
-        go into quarantine, unless ``quiet``: the peer writes no more for this request.
+        KV up to the watermark stays in the prefix cache, for a later attempt. The other blocks go
+        into quarantine unless ``quiet`` is set, which means that the peer writes no more for this
+        request.
         """
         del self._open[key]
         self._grants.end_transfer(key)
@@ -337,7 +340,7 @@ class Reservations:
             reservation.block_ids = self._engine.keep_received(
                 key[0], reservation.num_received_tokens
             )
-        # A `Start` that comes later finds the request in `_ended`.
+        # A `Start` that arrives later finds the request in `_ended`.
         if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:

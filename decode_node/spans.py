@@ -19,7 +19,7 @@ class DecodeTraces:
     """The traced requests of one node.
 
     Args:
-        sink: takes the spans of ended requests; None: no tracing.
+        sink: receives the spans of ended requests; None: no tracing.
         clock: the node's clock.
     """
 
@@ -37,11 +37,11 @@ class DecodeTraces:
         receipt: DecodeReceipt | None = None,
         error: str = "",
     ) -> None:
-        """Emit a request's spans, as it ended here; do nothing if it is not traced.
+        """Emit the spans of a request that ended here; do nothing if it is not traced.
 
         Args:
             parked_at, committed_at: moments by the node's clock; 0: not reached.
-            receipt: the receipt of a request that ended well.
+            receipt: the receipt of a request that ended without error.
             error: why a request failed.
         """
         if self._sink is None or command.trace is None:

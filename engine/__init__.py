@@ -8,16 +8,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM"]
 
-# Packages of the extra `node`, without which no model runs.
+# Packages of the pip extra `node`; running a model needs them.
 _OF_EXTRA = ("numpy", "torch")
 
 
-if not TYPE_CHECKING:  # type checkers use the import above
+if not TYPE_CHECKING:  # type checkers read the import above instead
 
     def __getattr__(name: str) -> Any:
-        """Import `LLM` or `AsyncLLM`, and torch with them, on first use.
+        """Import `LLM` or `AsyncLLM`, and with them torch, on first use.
 
-        `engine.core` needs no torch.
+        The import is late because `engine.core` works without torch.
         """
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,13 @@
-"""Look for NaN and infinity in a tensor's bytes with numpy, which lets other threads run meanwhile.
+"""Find NaN and infinity in a tensor's bytes with numpy, which releases the GIL.
 
-`baton.adapters.numbers` does the same without a numeric library, 15 times slower.
+`baton.adapters.numbers` does this without numpy, 15 times slower.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# Numbers as integers, and the bits of the exponent, which are all set in NaN and infinity.
+# Per dtype: the integer type of equal size, and the exponent's bits, all set in NaN and infinity.
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 
 
@@ -15,7 +15,7 @@ def is_finite(data: bytes | memoryview, dtype: str) -> bool:
     """Return whether all numbers of little-endian ``data`` are finite.
 
     Args:
-        data: whole numbers, 1 or more.
+        data: the bytes of one or more complete numbers.
         dtype: a key of `baton.adapters.numbers.DTYPE_BYTES`.
     """
     kind, exponent = _EXPONENTS[dtype]

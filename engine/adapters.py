@@ -1,12 +1,12 @@
 """AdapterTable: the LoRA adapters that an engine's worker has in memory, by digest.
 
     files --> cache of packed adapters --> worker's slots --> requests
-              (bounded by bytes)           (bounded by number; least recently used ones leave)
+              (bounded by bytes)           (bounded by number; least recently used ones are evicted)
 
-An adapter is read, checked and packed on any thread. Only giving it a slot takes the engine's time.
+Any thread may read, check and pack an adapter. Only loading it into a slot blocks the engine.
 
-An adapter that a request uses stays. An adapter that is to be unloaded takes no new requests, and
-leaves with its last one. Refuses to know: names of adapters, tensors, how products are computed.
+An adapter in use is never evicted. An adapter being unloaded takes no new requests, and is dropped
+when its last request ends. Refuses to know: names of adapters, tensors, how products are computed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class AdapterView:
 
     Attributes:
         num_bytes: size in memory, on all ranks together.
-        is_pinned: whether it stays when others need its slot.
-        is_leaving: whether it takes no new requests, and leaves with its last one.
+        is_pinned: whether it is never evicted from its slot.
+        is_leaving: whether it takes no new requests and is dropped when its last request ends.
     """
 
     digest: AdapterDigest
@@ -48,10 +48,10 @@ class AdapterView:
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """An adapter that the worker can load at once; its packed numbers live as long as this.
+    """An adapter whose packed weights are in memory, so that the worker can load it at once.
 
     Attributes:
-        num_bytes: size of its numbers, as read and as packed.
+        num_bytes: size of its weights, as read plus as packed.
     """
 
     adapter: Adapter
@@ -74,8 +74,8 @@ class AdapterTable:
     """The adapters of one engine. Used by the engine's thread, except `read` and `digests`.
 
     Args:
-        executor: its worker computes with the adapters.
-        max_adapters: most adapters in memory; 0: there are none.
+        executor: runs the model with the adapters.
+        max_adapters: most adapters in memory; 0: adapters are disabled.
         cache_bytes: most bytes of read and packed adapters that are kept; None: the default.
         in_use: returns the adapters of open requests and of the step in flight.
 
@@ -92,19 +92,19 @@ class AdapterTable:
     ) -> None:
         self._executor, self._max_adapters, self._in_use = executor, max_adapters, in_use
         self.is_suspended = False
-        # Both have the least recently used adapter first.
+        # Both dicts: least recently used adapter first.
         self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()
         self._read: OrderedDict[AdapterDigest, ReadAdapter] = OrderedDict()
         self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
 
     @property
     def has_slots(self) -> bool:
-        """Return whether adapters can be loaded at all."""
+        """Return whether this engine was started with slots for adapters."""
         return self._max_adapters > 0
 
     @property
     def digests(self) -> tuple[AdapterDigest, ...]:
-        """Return the adapters that take requests; safe from any thread."""
+        """Return the digests of adapters that take requests; safe from any thread."""
         return tuple(digest for digest, slot in list(self._slots.items()) if not slot.is_leaving)
 
     def takes_requests(self, digest: AdapterDigest) -> bool:
@@ -113,7 +113,7 @@ class AdapterTable:
         return slot is not None and not slot.is_leaving
 
     def has_read(self, digest: AdapterDigest) -> bool:
-        """Return whether `load_again` needs no files of an adapter."""
+        """Return whether an adapter's packed weights are cached, which `load_again` needs."""
         return digest in self._slots or digest in self._read
 
     def is_pinned(self, digest: AdapterDigest) -> bool:
@@ -122,7 +122,7 @@ class AdapterTable:
         return slot is not None and slot.is_pinned
 
     def can_have(self, digest: AdapterDigest) -> bool:
-        """Return whether an adapter is in memory, or a slot can become free for it."""
+        """Return whether an adapter is in memory, or could get a slot now."""
         slots = self._slots
         is_full = len(slots) >= self._max_adapters
         return digest in slots or not (is_full and all(one.is_pinned for one in slots.values()))
@@ -140,7 +140,7 @@ class AdapterTable:
         ]
 
     def read(self, folder: Path, digest: AdapterDigest = "") -> ReadAdapter:
-        """Read an adapter's files, check that they fit the model, and pack their numbers.
+        """Read an adapter's files, check that they fit the model, and pack their weights.
 
         Safe from any thread.
 
@@ -152,7 +152,7 @@ class AdapterTable:
             ConfigError: this engine takes no adapters.
         """
         self._refuse_without_slots()
-        with self._executor.keep_cores():  # another node's steps would wait for this thread
+        with self._executor.keep_cores():  # else other nodes' steps would wait for this thread
             adapter = read_adapter(folder, self._check, is_finite)
             if digest and adapter.digest != digest:
                 raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")
@@ -162,7 +162,7 @@ class AdapterTable:
     def load_again(
         self, digest: AdapterDigest, *, pinned: bool = False, kept: Collection[str] = ()
     ) -> bool:
-        """Load an adapter without reading its files; return False if its numbers are not kept.
+        """Load an adapter without reading its files; return False if its weights are not cached.
 
         Raises OverloadedError; see `load`.
         """
@@ -175,11 +175,11 @@ class AdapterTable:
         return True
 
     def load(self, read: ReadAdapter, *, pinned: bool = False, kept: Collection[str] = ()) -> None:
-        """Give an adapter a slot, that of the least recently used one if all are taken.
+        """Load an adapter into a slot; if all are taken, evict the least recently used adapter.
 
         Args:
-            pinned: whether it keeps the slot when others need one.
-            kept: adapters whose slots it must not take, besides those in use.
+            pinned: whether the adapter is never evicted.
+            kept: adapters that must not be evicted, besides those in use.
 
         Raises:
             ConfigError: this engine takes no adapters.

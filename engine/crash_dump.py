@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "BATON_DUMP_FOLDER"
 PREFIX = "baton-crash-"
-MAX_DUMPS = 20  # latest dumps kept in a folder
-MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # most listed requests; most listed blocks per request
+MAX_DUMPS = 20  # most dumps kept in a folder
+MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # most requests in a dump; most blocks per request
 MAX_BYTES = 4 * 2**20
 _MAX_ID_CHARS = 128
 _MAX_FRAMES = 100
@@ -44,9 +44,9 @@ _NUMBERS = (bool, int, float, type(None))
 def dump_crash(engine: Engine, error: BaseException) -> Path | None:
     """Write the dump and return its path; None, with a log line, if it cannot be written.
 
-    The folder is given by the environment variable BATON_DUMP_FOLDER; otherwise it is private, in
-    the system's folder for temporary files. Never raises, as another failure is being handled. A
-    slow disk may block, so report the engine's death first.
+    The folder is given by the environment variable BATON_DUMP_FOLDER; otherwise, a private folder
+    in the system's temporary folder is used. Never raises, as the caller is handling another
+    failure. A slow disk may block, so report the engine's death first.
     """
     path: Path | str = os.environ.get(FOLDER_VARIABLE) or "a temporary folder"
     try:
@@ -58,7 +58,7 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
         path = folder / f"{PREFIX}{stamp}-{os.getpid()}-{secrets.token_hex(8)}.json"
         _write(path, text)
         _remove_old(folder)
-    except Exception as problem:  # no memory, no disk, or a changing engine
+    except Exception as problem:  # out of memory or disk, or the engine changes meanwhile
         logger.error("cannot write a crash dump to %s: %s", path, problem)
         return None
     logger.critical("the state of the engine was dumped to %s", path)
@@ -78,7 +78,7 @@ def _folder() -> Path:
     if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
         folder.chmod(0o700)
         return folder
-    return Path(tempfile.mkdtemp(prefix=PREFIX))  # another user owns the usual name
+    return Path(tempfile.mkdtemp(prefix=PREFIX))  # another user owns the usual folder
 
 
 def _write(path: Path, text: str) -> None:
@@ -95,7 +95,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
-    """Return the dump's content."""
+    """Return the dump's content: the engine's state without users' texts."""
     last = engine.last_scheduled
     scheduled = itertools.islice(last.scheduled if last is not None else (), MAX_REQUESTS)
     requests = list(engine.requests.values())
@@ -140,7 +140,7 @@ def _describe_error(error: BaseException) -> list[str]:
 
 
 def _count(ref_counts: Mapping[int, int]) -> dict[str, int]:
-    """Return the number of blocks for each number of references."""
+    """Return a histogram: number of blocks by reference count."""
     counts: dict[str, int] = {}
     for number in ref_counts.values():
         counts[str(number)] = counts.get(str(number), 0) + 1

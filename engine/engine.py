@@ -37,15 +37,15 @@ class Engine:
 
     Attributes:
         executor: computes the steps.
-        kv_memory: the memory of the KV cache; see `KVMemory`.
+        kv_memory: memory of the KV cache on the worker; see `KVMemory`.
         adapters: the LoRA adapters in memory.
-        images: checks the images of prompts, and has them decoded.
+        images: checks prompts' images, and submits them to decoders.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
         max_model_len: most tokens of one request.
         eos_token_ids: tokens that end an output unless a request ignores them.
         last_scheduled: the latest step, running or ended, for failure reports.
-        compatibility: properties that KV depends on, as `cache_namespace` takes them.
+        compatibility: properties that KV depends on; the argument of `cache_namespace`.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Engine:
         compatibility: Mapping[str, str],
         images: ImageInputs | None = None,
     ) -> None:
-        """Join the parts; `make_engine` makes them.
+        """Assemble an engine from parts made by `make_engine`.
 
         Args:
             executor: executor that has loaded the model and allocated the cache.
-            scheduler: schedules over the blocks of that cache.
+            scheduler: schedules requests over the blocks of the executor's cache.
             grammars: compiles requests' grammars.
             speculation: the scheduler's `DraftPolicy`; None: no drafts.
             compatibility: properties that KV depends on.
@@ -84,13 +84,13 @@ class Engine:
         )
         self.last_scheduled: SchedulerOutput | None = None
         self._in_flight: _StepInFlight | None = None
-        self._busy_until = 0.0  # when the device finished the previous step
+        self._busy_until = 0.0  # when the device ended the previous step
 
     # ------------------------------------------------------------------ requests
 
     @property
     def requests(self) -> dict[str, Request]:
-        """Return unfinished requests by id; read only."""
+        """Return unfinished requests by id; do not change the dict."""
         return self._scheduler.requests
 
     @property
@@ -124,11 +124,14 @@ class Engine:
         self.adapters.acquire(request.adapter)
         self._grammars.follow_thought(request)
         self._scheduler.park(request)
-        if request.awaits_grammar:  # compiled while the KV travels
+        if request.awaits_grammar:  # compile the grammar while the KV is transferred
             self._grammars.submit(request)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Return the blocks that a parked request still needs; None: memory is short."""
+        """Return the blocks that a parked request still needs from the remote node.
+
+        Returns None if memory is short.
+        """
         return self._scheduler.grant(request_id)
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
@@ -138,8 +141,8 @@ class Engine:
     def num_usable_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of a new request would be found in the prefix cache now.
 
-        The last token must be computed for its logits and is not counted, unlike in
-        `find_initial_prefix`. Layers with a window count little, as only one window is cached.
+        Unlike `find_initial_prefix`, never counts the last token, which must be computed for its
+        logits. For layers with sliding windows, a hit needs only the last window's blocks.
         """
         return self._scheduler.kv_cache_manager.num_usable_cached_tokens(request)
 
@@ -152,11 +155,11 @@ class Engine:
         return manager.keep_received(self.requests[request_id], num_tokens)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
-        """Return the places in ``Request.block_ids`` of the blocks that travel in a hand-off."""
+        """Return the indices in ``Request.block_ids`` of the blocks that a hand-off transfers."""
         return self._scheduler.kv_cache_manager.handoff_indices(num_prompt_tokens)
 
     def commit(self, request_id: str, token_id: int, drafts: Sequence[int] = ()) -> None:
-        """Let a parked request run in the next step: its KV is complete.
+        """Let a parked request run in the next step, as its prompt's KV is complete.
 
         Args:
             drafts: the remote node's drafts of the tokens after ``token_id``.
@@ -165,14 +168,14 @@ class Engine:
         self._scheduler.commit(request_id, token_id, taken)
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
-        """Return drafts for a request that another node continues."""
+        """Return drafts of the next tokens, for the node that continues this request."""
         return () if self._speculation is None else self._speculation.first_drafts(request)
 
     def why_drafts(self, request: Request | None = None) -> str:
-        """Explain the latest step's number of drafts, for people; empty if the number is fixed.
+        """Explain in words the latest step's number of drafts; empty if the number is fixed.
 
         Args:
-            request: explain also why this request had no drafts, if it had none.
+            request: a request; if it had no drafts, the text also says why.
         """
         choice = None if self._speculation is None else self._speculation.choice
         if request is not None and not is_drafted_for(request):
@@ -180,19 +183,19 @@ class Engine:
         return "" if choice is None else str(choice)
 
     def compile_grammar(self, params: SamplingParams) -> GrammarState | None:
-        """Compile the grammar of a future request, or track its thought; waits for the grammar.
+        """Compile and return a future request's grammar; without a grammar, track its thought.
 
-        Returns None for a request that has neither. Raises InvalidRequestError.
+        Returns None if the request has neither grammar nor thought. Raises InvalidRequestError.
         """
         if params.structured_output is None and params.thinking is None:
             return None
         return self._grammars.compile_now(params)
 
     def prepare_grammars(self) -> None:
-        """Load and start all that grammars need; takes up to seconds.
+        """Load the tokenizer and start the threads that grammars need; takes up to seconds.
 
-        Nodes call this before they join, because making the library's tokenizer holds the GIL.
-        Otherwise, the first grammar prepares.
+        Nodes call this before they join the cluster, because creating the grammar library's
+        tokenizer holds the GIL. Without this call, the first request with a grammar is slow.
 
         Raises:
             ConfigError: no thread or descriptor is left.
@@ -201,20 +204,20 @@ class Engine:
         self._grammars.prepare()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on any thread, when a grammar or an image's pixels are ready."""
+        """Set a function to call, on any thread, when a grammar or an image's pixels are ready."""
         self._grammars.on_ready = wake
         self.images.wake_with(wake)
 
     def take_failures(self) -> list[tuple[str, BatonError]]:
         """Return the ids of requests that cannot continue, and why, since the last call.
 
-        A parked request among them is still open: abort it once its blocks have another holder.
+        A parked request in the list is still open: take references on its blocks, then abort it.
         """
         failures, self._scheduler.failures = self._scheduler.failures, []
         return failures
 
     def take_handed_back(self) -> list[Request]:
-        """Return the requests preempted since the last call that are not recomputed here."""
+        """Return the requests preempted since the last call that another node must compute."""
         handed_back, self._scheduler.handed_back = self._scheduler.handed_back, []
         return handed_back
 
@@ -242,14 +245,14 @@ class Engine:
 
     @property
     def awaits_masks(self) -> bool:
-        """Return whether all running requests wait for masks: schedule again at once.
+        """Return whether all running requests wait for masks; then retry `schedule` at once.
 
         `schedule` itself waits some milliseconds for a mask, so repeated calls are no busy loop.
         """
         return self._scheduler.awaits_masks
 
     def rename_cache(self, compatibility: Mapping[str, str]) -> None:
-        """Forget cached KV and encodings, as the weights have changed; call without open requests.
+        """Forget cached KV and encodings after the weights changed; call while no request is open.
 
         Args:
             compatibility: properties that KV depends on from now on.
@@ -295,11 +298,11 @@ class Engine:
         """Compute a scheduled step and update the requests.
 
         With asynchronous scheduling: launch the step, then wait for the previous step and return
-        its result (see ``StepResult.scheduled``). The launched step finds the previous step's
-        tokens on the device. A request that turns out to have ended is computed once too often, and
-        keeps its blocks until that step has ended. A step whose logits depend on the previous
-        tokens on the host (penalties, grammars), or that wants logprobs of a prompt of several
-        chunks, is launched only after the previous step has ended.
+        its result (see ``StepResult.scheduled``). The launched step reads the previous step's
+        tokens on the device. A request that the previous step ended is still computed in the
+        launched step, and keeps its blocks until that step has ended. A step whose logits depend on
+        the previous tokens on the host (penalties, grammars), or that wants logprobs of a prompt of
+        several chunks, is launched only after the previous step has ended.
 
         Args:
             after_layer: called on the computing thread after each layer of the scheduled step;
@@ -321,7 +324,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Launch a step, if possible while the previous step is in flight; then end that step."""
+        """Launch a step, if possible before the step in flight ends; then wait for the latter."""
         result, before = StepResult(), self._in_flight
         if before is not None:
             scheduled = scheduled.without_finished()
@@ -346,7 +349,7 @@ class Engine:
     def _end(self, scheduled: SchedulerOutput, pending: PendingStep) -> StepResult:
         """Wait for a step and update the requests with its result."""
         output = pending.wait()
-        # Leave out the time that a step launched ahead waited for the previous step.
+        # Exclude the time that a step launched ahead waited for the previous step.
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         if self._speculation is not None:
             seconds = output.ended_at - self._busy_until
@@ -366,7 +369,10 @@ class Engine:
         return result
 
     def do_idle_work(self) -> bool:
-        """Do a little work that can wait; return whether more is left."""
+        """Do a little deferrable work, such as clearing new KV memory.
+
+        Return whether more is left.
+        """
         return self.executor.do_idle_work(self.block_pool.num_made)
 
     @property

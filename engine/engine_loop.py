@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TICK_S = 0.25  # seconds; an idle engine checks its deadlines this often
+TICK_S = 0.25  # seconds; an idle engine checks its deadlines at this interval
 
 
 class EngineLoop:
-    """Calls ``step`` while there is work, and sleeps otherwise.
+    """A thread that calls ``step`` while there is work, and sleeps otherwise.
 
     Args:
         step: runs one step; returns whether there is more to do at once.
         on_death: called once, on the loop's thread, with the exception of ``step``. The engine is
             not stepped again, and the process must end.
         name: name of the thread.
-        when_idle: does a little work that can wait; returns whether more is left. An exception ends
-            this work for good.
+        when_idle: does a little deferrable work; returns whether more is left. After an exception,
+            this function is not called again.
         after_death: called after ``on_death``, with the same exception; may hang.
     """
 
@@ -58,14 +58,14 @@ class EngineLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the loop, as there is new work; safe from any thread."""
+        """Wake the loop because there is new work; safe from any thread."""
         self._wake.set()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Call a function on the loop's thread, between two steps; safe from any thread.
 
-        An exception goes to the future and is raised on the thread: the loop ends with it. Once
-        the loop has ended, the future has an EngineDeadError.
+        An exception is set on the future, and also ends the loop. After the loop's end, the future
+        gets an EngineDeadError.
         """
         future: Future[T] = Future()
         self._calls.append((future, function))
@@ -75,7 +75,7 @@ class EngineLoop:
         return future
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """Call a function between two steps; raise its BatonError here, not on the loop's thread.
+        """Call a function between two steps; raise its BatonError in the calling thread.
 
         Other exceptions end the loop, as in `call`.
         """
@@ -93,7 +93,10 @@ class EngineLoop:
 
     @property
     def rounds(self) -> Rounds:
-        """Return the number of completed steps, and whether a step is running; from any thread."""
+        """Return the number of completed steps, and whether a step is running.
+
+        Safe from any thread.
+        """
         return Rounds(self._num_rounds, self._in_round)
 
     def stop(self) -> None:
@@ -118,7 +121,7 @@ class EngineLoop:
                             self._wake.wait(tick - time.monotonic())
         except BaseException as error:  # also Rust panics, which are no `Exception`
             death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
-            self._on_death(death)  # first, because dumping may fail without memory or disk
+            self._on_death(death)  # reported first, because dumping may fail without memory or disk
             self._end()
             logger.critical("the engine cannot continue", exc_info=error)
             self._after_death(death)
@@ -140,15 +143,15 @@ class EngineLoop:
                 raise
 
     def _refuse_calls(self) -> None:
-        """Fail the calls that no step will follow any more; safe from any thread."""
-        with contextlib.suppress(IndexError):  # another thread took the last one
+        """Fail the calls that are still queued when the loop ends; safe from any thread."""
+        with contextlib.suppress(IndexError):  # another thread has removed the last call
             while self._calls:
                 future, _ = self._calls.popleft()
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineDeadError("the engine has stopped"))
 
     def _do_idle_work(self) -> bool:
-        """Do a little idle work; an exception ends this work, not the engine."""
+        """Do a little deferrable work; an exception disables this work, not the engine."""
         try:
             return self._when_idle()
         except Exception:

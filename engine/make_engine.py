@@ -1,4 +1,4 @@
-"""Makes an engine: its executor, scheduler, prefix cache, grammars and drafts."""
+"""Makes an engine from its parts: executor, scheduler, prefix cache, grammars, speculation."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def make_engine(
     executor: Executor | None = None,
     grammars: EarlyGrammars | None = None,
 ) -> Engine:
-    """Load the model, allocate the cache, and make the engine over them.
+    """Load the model, allocate the KV cache, and make the engine.
 
     Args:
-        identity: identity of the model folder (`folder_identity`); with it, hashes of cached KV are
-            equal on all nodes, otherwise valid in this process only.
+        identity: identity of the model folder (`folder_identity`), which makes hashes of cached KV
+            equal on all nodes; without it, hashes are valid only in this process.
         executor: computes the steps; None: make the executor that the options name.
-        grammars: grammar parts made before any thread started; None: none.
+        grammars: grammar parts that were made before any thread started; None: there are none.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -64,7 +64,7 @@ def make_engine(
         "block_size": str(config.block_size),
         "kv_layout": memory.manifest.layout,
     }
-    if config.num_lookahead_drafts:  # the drafter's KV is in the same blocks
+    if config.num_lookahead_drafts:  # the blocks also hold the drafter's KV
         compatibility["drafter"] = drafter_identity(config, model_folder)
     kv_cache_manager = KVCacheManager(
         memory.num_blocks,
@@ -109,7 +109,7 @@ def _image_inputs(
 
 
 def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | None:
-    """Return the rule for the tokens of images; None: this engine takes no images."""
+    """Return the rule that maps an image to tokens; None: this engine takes no images."""
     if not config.images or config.pipeline_parallel_size > 1:
         return None
     layout = layout_of(model_folder)
@@ -121,6 +121,6 @@ def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | Non
 
 
 def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
-    """Make the hasher of cached blocks; nodes have equal hashes only if their KV is equal."""
+    """Make the hasher of cached blocks; two nodes' hashes are equal only if their KV is."""
     namespace = cache_namespace(compatibility)
     return BlockHasher(config.block_size, config.prefix_hash, namespace)

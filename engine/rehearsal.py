@@ -1,7 +1,8 @@
-"""Rehearsal: computes a few small steps with each way of sampling, before requests come.
+"""Rehearsal: computes a few small steps with each sampling feature, before requests arrive.
 
-The first decode step, and the first step with filters, penalties, a grammar or logprobs, run new
-code and touch new memory. Refuses to know: step times (`step_profile`), grammars, tensors.
+The first decode step, and the first step with filters, penalties, a grammar or logprobs, are slow:
+they load code and touch new memory. Refuses to know: step times (`step_profile`), grammars,
+tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.engine import Engine
 
 _PROMPT_TOKENS = 8
 _TOKEN = 1
-# One request for each way of sampling; one more step samples all of them.
+# One request per sampling feature; one more step samples all of them together.
 _GREEDY = SamplingParams(temperature=0)
 _WAYS = (
     _GREEDY,
@@ -31,11 +32,10 @@ _WAYS = (
 
 
 def rehearse(engine: Engine, *, decodes: bool = True) -> None:
-    """Compute a prompt and a decode step of one greedy request, then of one request per way of
-    sampling.
+    """Compute a prompt and a decode step, first of a greedy request, then per sampling feature.
 
-    Overwrites the last block of the KV memory and the first rows; the engine must have no request.
-    Call this on the thread that computes all steps.
+    Overwrites the last block of the KV memory and the first rows of the batch; the engine must have
+    no request. Call this on the thread that computes all steps.
 
     Args:
         decodes: whether the engine will decode; otherwise only prompts are computed.
@@ -55,7 +55,10 @@ def rehearse(engine: Engine, *, decodes: bool = True) -> None:
 
 
 class _All:
-    """Allow every token to each constrained request; see `StepHooks.allowed_bits`."""
+    """A mask function that allows every token to each constrained request.
+
+    See `StepHooks.allowed_bits`.
+    """
 
     def __init__(self, request_ids: tuple[str, ...], engine: Engine) -> None:
         self._request_ids = request_ids
@@ -67,7 +70,7 @@ class _All:
 
 
 def _prompts(engine: Engine, batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
-    """Plan whole prompts, whose KV lies in the last block."""
+    """Plan a step of whole prompts whose KV is written to the last block."""
     spec, token_ids = engine.kv_memory.spec, [_TOKEN] * num_tokens
     num_blocks = -(-(num_tokens + 1) // spec.block_size) * spec.num_groups
     return StepPlan(
@@ -80,7 +83,7 @@ def _prompts(engine: Engine, batch: Sequence[SamplingParams], num_tokens: int) -
 
 
 def _decodes(batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
-    """Plan the step after `_prompts`: one more token per request."""
+    """Plan the step after `_prompts`, which computes one more token per request."""
     shares = [n for row in range(len(batch)) for n in (row, num_tokens, 1, num_tokens + 1)]
     return StepPlan((), (), shares, [_TOKEN] * len(batch), _constrained(batch))
 

@@ -1,6 +1,6 @@
-"""StepFigures: what an engine's steps computed and read, and how long they took.
+"""StepFigures: counts of what an engine's steps computed and read, and the steps' times.
 
-The measured times also limit the prompt tokens of the next step.
+The measured times also limit the next step's number of prompt tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from engine.step_stretch import StepStretch
 from models.work import model_work
 
 # A step with decodes may always compute this fraction (1/8) of its most prompt tokens, even if it
-# becomes too long: with fewer, a prompt would need more steps, which all read the weights.
+# then takes too long. With fewer tokens, a prompt would need more steps, each of which reads all
+# weights.
 _LEAST_PART = 8
 
 
@@ -27,7 +28,7 @@ class StepFigures:
 
     Args:
         scheduler: the engine's scheduler, whose counters are read.
-        executor: computes the steps; knows the model's work per token.
+        executor: computes the steps, and tells the model's operations and bytes per token.
 
     Attributes:
         num_steps: steps that computed something and have ended.
@@ -54,7 +55,7 @@ class StepFigures:
         )
 
     def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
-        """Count a step that has ended; call before its requests are updated."""
+        """Count a step that took ``computed_s`` seconds; call before its requests are updated."""
         if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
             self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""StepLog: debug lines of an engine's steps: which requests compute, wait (and why), or ended.
+"""StepLog: debug lines of an engine's steps: computed, waiting (and why) and ended requests.
 
 Costs one check of the log level per step while debug lines are off. Refuses to know: tensors,
 nodes.
@@ -12,7 +12,7 @@ from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.scheduler import WATERMARK, Scheduler
 
 logger = logging.getLogger(__name__)
-_MOST_SHOWN = 16  # requests in one line
+_MOST_SHOWN = 16  # most requests listed in one line
 
 
 class StepLog:
@@ -60,7 +60,7 @@ class StepLog:
         self._num_evicted, self._num_preemptions = num_evicted, num_preemptions
 
     def _why_waits(self) -> str:
-        """Explain why the next waiting request did not start; empty: none waits."""
+        """Explain why the next waiting request did not start; empty if no request waits."""
         scheduler, request = self._scheduler, self._scheduler.next_waiting
         if request is None:
             return ""

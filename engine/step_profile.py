@@ -1,8 +1,8 @@
-"""Step profile: measures how long steps take on this machine, before any request.
+"""Step profile: measures the times of steps on this machine, before any request arrives.
 
-Each step is computed twice, as the first time may compile kernels or touch new memory. On a CPU,
-which compiles nothing, a long step is computed once, as new memory takes a small part of it.
-Refuses to know: the use of the times, tensors.
+Each step is computed twice, as the first run may compile kernels or touch new memory. On a CPU,
+which compiles nothing, a long step is computed once, as touching new memory is a small part of its
+time. Refuses to know: what the times are used for, tensors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.engine import Engine
 
 _FEW_TOKENS = 64
-# Limits the start's time: a slow machine gets smaller steps.
+# Limits the time spent at start: on a slow machine, smaller steps are measured.
 _MOST_SECONDS = 0.25
 _LONG_S = 0.1
-_STRIDE = 7919  # a prime: spreads ids over the vocabulary, so that no expert gets all tokens
+# a prime, which spreads token ids over the vocabulary, so that no expert gets all tokens
+_STRIDE = 7919
 _GREEDY = SamplingParams(temperature=0)
 _NO_HOOKS = StepHooks()
 _MANY_REQUESTS = 32
@@ -32,7 +33,7 @@ def measure_step_times(
     Overwrites the last block of the KV memory and row 0; the engine must have no request.
 
     Args:
-        pushes: whether to measure steps whose layers are sent while later ones are computed.
+        pushes: whether to measure steps that send each layer's KV while later layers are computed.
         compiles: whether a first computation may compile kernels.
     """
     assert not engine.requests, "steps are measured before there are requests"
@@ -59,7 +60,7 @@ def measure_decode_times(
 
     Measures one request, many requests, and one request with a long context. Overwrites the last
     block of the KV memory and the first rows; the engine must have no request. Call this after
-    `measure_step_times`, which writes valid numbers there.
+    `measure_step_times`, which fills that block with valid numbers.
 
     Args:
         compiles: whether a first computation may compile kernels.
@@ -70,7 +71,8 @@ def measure_decode_times(
     short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
     alone_s = _time(engine, _decode_plan(engine, 1, short), compiles=compiles)
     times = [(1, short, alone_s)]
-    # On a slow machine, measure fewer requests; in a batch, a request costs less than alone.
+    # On a slow machine, measure fewer requests; a request in a batch costs less than a request
+    # alone.
     num_affordable = int(2 * _MOST_SECONDS / alone_s)
     many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
     if many > 1:
@@ -101,7 +103,7 @@ def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS, *, compi
 
 
 def _decode_plan(engine: Engine, num_requests: int, num_context_tokens: int) -> StepPlan:
-    """Plan a step with one token per request, whose KV lies in the last block."""
+    """Plan a step with one token per request; all requests' KV is in the last block."""
     rows = range(num_requests)
     return StepPlan(
         tuple(_new_row(row, num_context_tokens) for row in rows),
@@ -123,7 +125,7 @@ def _all_in_last_block(engine: Engine, row: int, num_tokens: int) -> NewBlocks:
 
 
 def _plan(engine: Engine, num_tokens: int) -> StepPlan:
-    """Plan a whole prompt in one step, whose KV lies in the last block."""
+    """Plan a whole prompt in one step; its KV is written to the last block."""
     return StepPlan(
         (_new_row(0, num_tokens),),
         (_all_in_last_block(engine, 0, num_tokens),),

@@ -1,19 +1,12 @@
-"""StepStretch: how many prompt tokens a step with decodes may compute.
-
-    step that only decodes    |--------|
-    step beside a prompt      |--------|----|      at most `limit` times as long
-
-Times of both kinds of steps are measured while serving, as they depend on the machine, the model
-and the number of decodes. Refuses to know: requests, clocks.
-"""
+"""StepStretch: limits the prompt tokens of a step that also decodes."""
 
 from __future__ import annotations
 
 # Step times vary, and at most one gap in a hundred may exceed the limit.
-_AIM = 0.8  # fraction of the allowed time to aim for
+_AIM = 0.8  # target time of a step, as a fraction of the allowed time
 _FADING = 0.2  # weight of the newest step in averages
-_LARGEST_CHANGE = 2.0  # times beyond this factor of the average are cut to it
-_LARGEST_GROWTH = 2.0  # most prompt tokens, as a multiple of the last measured step's
+_LARGEST_CHANGE = 2.0  # times longer than this multiple of the average count as this multiple
+_LARGEST_GROWTH = 2.0  # most prompt tokens, as a multiple of those in the last measured step
 _LEAST_S = 1e-6
 
 
@@ -22,14 +15,14 @@ class StepStretch:
 
     Args:
         limit: longest step with a prompt, as a multiple of a decode-only step; above 1.
-        least: prompt tokens that a step may always have, even before measurements.
+        least: number of prompt tokens that a step may always have, even before measurements.
     """
 
     def __init__(self, limit: float, least: int) -> None:
         assert limit > 1, limit
         self._share = _AIM * (limit - 1.0)
         self._least = self._latest = least
-        self._decode_s = self._token_s = 0.0  # 0: not measured
+        self._decode_s = self._token_s = 0.0  # averages in seconds; 0: not measured
 
     def num_tokens(self) -> int:
         """Return the most prompt tokens of the next step in which a request decodes."""

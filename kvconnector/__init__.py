@@ -1,6 +1,6 @@
-"""Copies KV blocks between nodes. To add a transport: one file and one line here.
+"""Copies KV blocks between nodes. A new transport needs one file, and one line here.
 
-Importing this imports no transport, and no torch.
+Importing this package imports no transport and no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV connector: the messages, events and counts between nodes and their connector.
+"""The messages, events and metrics that nodes exchange with their KV connector.
 
 Knows blocks and peers, but no Request, scheduler or gRPC. The protocol (start, grant, push, commit)
 is written once, in `protocol/`, for all transports (`transports/base.py`).
@@ -19,21 +19,21 @@ from kvconnector.blocks import LayerRange
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)
 HANDOFF_VERSION = 1
-MAX_DRAFTS = 32  # most drafts in a hand-off record
+MAX_DRAFTS = 32  # most draft tokens in a hand-off record
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a decode node needs besides the KV to continue a request.
+    """The data that a decode node needs besides the KV to continue a request.
 
-    A node ignores fields that it does not know, and uses defaults for absent ones. A new field that
-    a node must understand needs a new version.
+    A node ignores unknown fields, and uses defaults for absent fields. A new field that a node must
+    understand needs a new version.
 
     Attributes:
-        version: the record's format.
-        num_tokens: number of tokens whose KV was sent; also the position of token 1.
-        token_id: token 1, which the prefill node sampled.
-        draft_token_ids: the prefill node's drafts of the tokens after token 1.
+        version: format version of the record.
+        num_tokens: number of tokens whose KV was sent; also the position of the first output token.
+        token_id: the first output token, which the prefill node sampled.
+        draft_token_ids: the prefill node's drafts of the tokens after the first output token.
         adapter: digest of the adapter that computed the KV; empty: the base model.
     """
 
@@ -49,12 +49,13 @@ class BlockPush:
     """Full blocks of one request that the sender may write now.
 
     Attributes:
-        first_block: index of ``block_ids[0]`` among the prompt's blocks that travel.
-        num_tokens: prompt tokens that are complete once these blocks have arrived; 0 for a part of
-            the layers, which completes no token.
+        first_block: index of ``block_ids[0]`` among the prompt's transferred blocks.
+        num_tokens: prompt tokens that are complete once these blocks have arrived; 0 if the push
+            covers only a part of the layers.
         record: the hand-off record; set only in the last push of a request.
         layers: the layers to write; None: all.
-        is_computed: returns whether the GPU has computed these blocks (I/O thread); None: yes.
+        is_computed: returns whether the GPU has computed these blocks; called on the I/O thread.
+            None: the blocks are computed.
     """
 
     request_id: str
@@ -73,10 +74,10 @@ class KVReservation:
 
     Attributes:
         engine_id: the prefill node that may write.
-        block_ids: the decode node's blocks in order, for the prompt's travelling blocks from
-            ``first_block`` on.
-        first_block: number of leading travelling blocks that the decode node already has.
-        groups: KV group of each travelling block of the prompt, including those before
+        block_ids: the decode node's blocks for the prompt's transferred blocks from ``first_block``
+            on, in order.
+        first_block: how many of the prompt's transferred blocks the decode node already has.
+        groups: KV group of each transferred block of the prompt, including those before
             ``first_block``; empty: there is only one group.
     """
 
@@ -89,7 +90,7 @@ class KVReservation:
 
 
 class TransferEventKind(Enum):
-    """Kind of an event of a transfer or a peer."""
+    """Kinds of events of a transfer or a peer."""
 
     PEER_CONNECTED = "peer connected"
     PEER_FAILED = "peer failed"
@@ -104,13 +105,13 @@ class TransferOutcome(Enum):
     """Possible ends of a started transfer."""
 
     COMMITTED = "committed"
-    FAILED = "failed"  # the request's client was told
-    CANCELLED = "cancelled"  # nobody waits for it any more
+    FAILED = "failed"  # the client was told of the failure
+    CANCELLED = "cancelled"  # no client waits for the request any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent:
-    """One event; fields that its kind does not use have their defaults.
+    """An event of a transfer or a peer; unused fields keep their defaults.
 
     A FAILED event without a reason means that this node or the peer cancelled the transfer.
     """
@@ -120,15 +121,15 @@ class TransferEvent:
     request_id: str = ""
     epoch: int = 0
     num_tokens: int = 0
-    record: HandoffRecord | None = None  # only in a receiver's COMMITTED
+    record: HandoffRecord | None = None  # set only in a receiver's COMMITTED event
     receipt: PushReceipt | None = None
     transport: str = ""
-    bandwidth_bytes_per_s: float = 0.0  # measured by the self-test
+    bandwidth_bytes_per_s: float = 0.0  # bandwidth that the self-test measured
     reason: str = ""
 
     @property
     def outcome(self) -> TransferOutcome:
-        """Return how the transfer ended; only for COMMITTED and FAILED events."""
+        """Return how the transfer ended. Only COMMITTED and FAILED events have an outcome."""
         if self.kind is TransferEventKind.COMMITTED:
             return TransferOutcome.COMMITTED
         return TransferOutcome.FAILED if self.reason else TransferOutcome.CANCELLED
@@ -139,8 +140,8 @@ class HandoffMetrics:
     """Metrics of a prefill node's push tracker or a decode node's reservations.
 
     Attributes:
-        open: transfers by state.
-        ended: transfers by outcome, since the node started.
+        open: number of open transfers, by state.
+        ended: number of ended transfers since the node started, by outcome.
         num_quarantined_blocks: blocks of ended requests that a peer may still write (decode node)
             or read (prefill node).
         received_bytes: bytes of committed transfers; 0 on a prefill node.
@@ -154,17 +155,17 @@ class HandoffMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorMetrics:
-    """Metrics of one end of the KV connector.
+    """Metrics of a sender or a receiver of KV.
 
     Attributes:
         pairs: number of peers, by state and transport.
-        connections: peers with an open connection, including departed peers' kept connections.
+        connections: peers with an open connection, including kept connections of departed peers.
         peer_failures: how often a peer was silent or unreachable.
         sent_bytes, sent_blocks: posted writes, repeated ones included; 0 on a decode node.
-        descriptors: memory ranges in the posted writes.
-        posting_s: time in calls that post writes.
+        descriptors: memory ranges in all posted writes.
+        posting_s: seconds spent in calls that post writes.
         wrong_blocks: blocks that arrived with a wrong digest.
-        refused_messages: messages that were refused, by reason.
+        refused_messages: number of refused messages, by reason.
     """
 
     pairs: Mapping[tuple[str, str], int]

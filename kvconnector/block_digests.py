@@ -1,7 +1,7 @@
 """BlockDigests: keyed digests of KV blocks, read from the KV cache's memory.
 
-Between nodes of several ranks, the writing and the reading rank digest each slice of a block.
-The block's digest is the digest of these digests.
+If a node has several ranks, the writing rank and the reading rank digest each slice of a block. The
+block's digest is the digest of its slices' digests.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.ranks.messages import DigestSlices
 from kvconnector.transports.side_stream import SideStream
 
-# A number may be used only once with a key, so each slice of a block has a number, and the digest
-# of all slices another.
+# A number may be used only once per key. So each slice of a block has its own number, and so does
+# the digest over all slices.
 _PAIR_BITS = 20
 _ALL_PAIRS = (1 << _PAIR_BITS) - 1
 
 
 class AskedRanks(Protocol):
-    """The other ranks of a node (`RanksTransport`)."""
+    """The other ranks of a node, which can be asked for digests (`RanksTransport`)."""
 
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
-        """Return each rank's digests, by rank."""
+        """Return the digests that each other rank computed, by rank."""
 
 
 def _ranges(copies: Sequence[RankCopy], writes: bool) -> Ranges:
@@ -42,7 +42,7 @@ class BlockDigests:
 
     Args:
         memory: the KV cache that holds the blocks.
-        ranks: the node's other ranks; None: there are none.
+        ranks: the node's other ranks; None: the node has one rank.
     """
 
     def __init__(self, memory: KVMemory, ranks: AskedRanks | None = None) -> None:
@@ -53,7 +53,8 @@ class BlockDigests:
         self._layers = kv_cache.view(num_blocks, self.num_local_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]
         self._side_stream = SideStream(kv_cache)
-        # Cutting a memoryview costs a tenth of cutting a tensor, and there are thousands of slices.
+        # Cutting a memoryview takes a tenth of the time of cutting a tensor, and there are
+        # thousands of slices.
         self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
     def of(
@@ -65,11 +66,11 @@ class BlockDigests:
         *,
         writes: bool = True,
     ) -> bytes:
-        """Return ``DIGEST_BYTES`` for each block.
+        """Return the digest of each block; each has ``DIGEST_BYTES`` bytes.
 
         Args:
-            slices: slices between the writing and the reading node; None: a block is one slice.
-            writes: whether this node writes the blocks; if not, it receives them.
+            slices: slices between the writing and the reading node; None: each block is one slice.
+            writes: whether this node writes the blocks; false: this node receives them.
         """
         if slices is not None and not slices.is_whole:
             return self._of_all_slices(block_ids, written, key, slices, writes)
@@ -92,12 +93,12 @@ class BlockDigests:
         *,
         writes: bool,
     ) -> list[bytes]:
-        """Return for each block the digests of this rank's slices, in order of the pairs.
+        """Return for each block the digests of this rank's slices, in the order of `Slices.pairs`.
 
         Args:
             groups: KV group of each block; empty: there is only one group.
-            written: number and context of each block.
-            writes: whether this rank's node writes the blocks; if not, it receives them.
+            written: each block's number, and its identity as bytes.
+            writes: whether this rank's node writes the blocks; false: the node receives them.
         """
         digests = [b""] * len(block_ids)
         for kind, places in slices.sorted_by_kind(groups, len(block_ids)):
@@ -125,7 +126,7 @@ class BlockDigests:
         slices: Slices,
         writes: bool,
     ) -> bytes:
-        """Return for each block the digest of the digests of all its slices."""
+        """Return for each block the digest of its slices' digests."""
         named = list(zip(written.numbers, written.contexts(), strict=True))
         own = self.of_slices(
             block_ids, written.groups, written.layers, named, key, slices, writes=writes
@@ -137,7 +138,7 @@ class BlockDigests:
             for place in places:
                 left = {rank: by_rank[rank][place] for rank in set(ranks)}
                 parts = bytearray()
-                for rank in ranks:  # the order of the pairs, equal on both sides
+                for rank in ranks:  # both nodes use the same order of pairs
                     parts += left[rank][:DIGEST_BYTES]
                     left[rank] = left[rank][DIGEST_BYTES:]
                 number, context = named[place]
@@ -172,7 +173,7 @@ class BlockDigests:
         )
 
     def _whole(self, block_id: int) -> memoryview:
-        """Return all bytes of a block that this rank has."""
+        """Return all bytes of a block in this rank's memory."""
         size = self.num_local_layers * self._layer_bytes
         if self._memory is not None:
             return self._memory[block_id * size : (block_id + 1) * size]
@@ -195,7 +196,7 @@ class BlockDigests:
 def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
     """Return whether to check received blocks.
 
-    By default, they are checked if KV leaves loopback unprotected. NIXL's UCX stays on
+    By default, blocks are checked if KV leaves loopback without encryption. NIXL's UCX stays on
     loopback unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
     """
     if option is not None:

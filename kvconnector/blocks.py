@@ -1,7 +1,7 @@
-"""Block numbers, ranges of layers, and slices: the parts of blocks that ranks write.
+"""Block numbers, ranges of layers, and slices, which are the parts of blocks that ranks write.
 
-A slice is the part of a unit that one node's rank writes to another node's rank. Slices depend only
-on the two nodes' manifests.
+A slice is the part of a block that one node's rank writes to another node's rank. Slices depend
+only on the two nodes' manifests.
 
     P, 2 ranks        D, 1 rank            each rank of P writes its heads: a range per layer for
     [0 1] [2 3]  ->   [0 1 2 3]            keys, and one for values; equal ranks: one whole range
@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from baton.kv.manifest import KVManifest, RankCopy, unit_copies
 
-LayerRange = tuple[int, int]  # from the first layer up to, not including, the second
+LayerRange = tuple[int, int]  # (first layer, layer after the last)
 Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a rank's unit
 
 
 def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
-    """Cut layers into at most ``num_groups`` nearly equal ranges; larger ones come first.
+    """Divide layers into at most ``num_groups`` nearly equal ranges, larger ranges first.
 
-    The last range's push cannot overlap with computing a layer, so that range is smallest.
+    The push of the last range overlaps with no computation, so the last range is the smallest.
     """
     num_groups = min(num_groups, num_layers)
     size, larger = divmod(num_layers, num_groups)
@@ -34,8 +34,9 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
 
 
 def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
-    """Count the memory ranges in a copy of blocks ``local[i]`` to ``remote[i]``; blocks that are
-    neighbours on both sides share a range.
+    """Count the memory ranges in a copy of blocks ``local[i]`` to ``remote[i]``.
+
+    Blocks that are neighbours on both sides share a range.
     """
     steps = zip(pairwise(local), pairwise(remote), strict=True)
     num_breaks = sum(b - a != 1 or d - c != 1 for (a, b), (c, d) in steps)
@@ -43,13 +44,13 @@ def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raise ValueError unless all ids are blocks: a bad address can kill the receiver."""
+    """Raise ValueError for an unknown block id: a bad address can crash the receiver."""
     if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
         raise ValueError(f"block ids must be 0 to {num_blocks - 1}, got {list(block_ids)[:8]}")
 
 
 def check_layers(layers: LayerRange | None, num_layers: int) -> None:
-    """Raise ValueError unless these layers exist: a bad address can kill the receiver."""
+    """Raise ValueError for a range of unknown layers: a bad address can crash the receiver."""
     if layers is not None and not 0 <= layers[0] < layers[1] <= num_layers:
         raise ValueError(f"layers: must be a range within 0 to {num_layers}, got {layers}")
 
@@ -69,7 +70,7 @@ class Slices:
         readers: manifest of the node that receives.
 
     Attributes:
-        is_whole: whether both nodes have one rank, so that a unit is one range.
+        is_whole: whether both nodes have one rank, so that each block is one range.
     """
 
     def __init__(self, writers: KVManifest, readers: KVManifest) -> None:
@@ -79,11 +80,11 @@ class Slices:
         self._sums: dict[LayerRange | None, tuple[int, int]] = {}
 
     def of(self, kind: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        """Return the ranges of each pair of ranks that has any, in order of the pairs.
+        """Return the byte ranges of each pair of ranks that has any, in the order of `pairs`.
 
         Args:
-            kind: a kind of unit; see `kinds`.
-            layers: range of layers of the whole unit, over all ranks; None: all layers.
+            kind: a KV group that represents all groups sliced like it; see `kinds`.
+            layers: range of layers, counted over all ranks; None: all layers.
         """
         if layers == (0, self._writers.layers_per_unit):
             layers = None
@@ -93,7 +94,7 @@ class Slices:
         return self._copies[key]
 
     def _find(self, group: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        if self.is_whole:  # includes the padding of small groups
+        if self.is_whole:  # the padding of small groups is included
             num_bytes = self._writers.unit_bytes()
             first, end = layers or (0, self._writers.layers_per_unit)
             layer_bytes = num_bytes // self._writers.layers_per_unit
@@ -106,7 +107,7 @@ class Slices:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Return, for each group, the first group whose units are sliced alike."""
+        """Return, for each KV group, the first group whose blocks are sliced alike."""
         if self.is_whole:
             return (0,) * len(self._writers.groups)
         first: dict[tuple[RankCopy, ...], int] = {}
@@ -117,7 +118,7 @@ class Slices:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """Return all pairs with a slice."""
+        """Return all pairs of a writing and a reading rank that share a slice."""
         return tuple(sorted({pair for kind in set(self.kinds) for pair in self.of(kind, None)}))
 
     def readers_of(self, writer: int) -> list[int]:
@@ -131,10 +132,10 @@ class Slices:
     def sorted_by_kind(
         self, groups: Sequence[int], num_blocks: int
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield each kind of unit with the indexes of its blocks.
+        """Yield each kind of block with the indexes of its blocks.
 
         Args:
-            groups: KV group of each block; empty: all blocks are of one kind.
+            groups: KV group of each block; empty: all blocks have one kind.
         """
         if not groups or len(set(self.kinds)) == 1:
             yield self.kinds[0], range(num_blocks)
@@ -143,11 +144,11 @@ class Slices:
             yield kind, [i for i, group in enumerate(groups) if self.kinds[group] == kind]
 
     def num_bytes(self, layers: LayerRange | None) -> int:
-        """Return the bytes of one block, over all slices; for the largest kind of unit."""
+        """Return the bytes of one block over all slices, for the largest kind of block."""
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Return the most ranges of one block, over all slices and for any kind of unit."""
+        """Return the most byte ranges of one block over all slices, for any kind of block."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:
@@ -164,9 +165,9 @@ class Slices:
 
 
 def part_of_scratch(slot_bytes: int, writers: Sequence[int], writer: int) -> tuple[int, int]:
-    """Return the part of a slot that a rank writes in a self-test: first byte, number of bytes.
+    """Return the first byte and the number of bytes that a rank writes to a self-test's slot.
 
-    The ranks that write to one reader together fill its slot.
+    All ranks that write to one reading rank together fill this rank's slot.
     """
     place, num_parts = writers.index(writer), len(writers)
     first, end = place * slot_bytes // num_parts, (place + 1) * slot_bytes // num_parts

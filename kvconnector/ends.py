@@ -1,7 +1,7 @@
-"""Sender and Receiver: the ends of the hand-off as the nodes use them.
+"""Sender and Receiver: the two ends of the hand-off, as nodes use them.
 
-Each end is a state machine (`protocol/`) in an I/O loop (`io.py`) over any transport; if blocks are
-checked, with a filter around the machine. Refuses to know: the protocol's messages.
+Each end is a state machine (`protocol/`) in an I/O loop (`io.py`) over any transport. If blocks are
+checked, a filter surrounds the machine. Refuses to know: the protocol's messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvconnector.transports.base import KVTransport
 
 
 def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
-    """Return the transport's peer info with our public key and our process's start time."""
+    """Return this node's peer info with its public key and its process's start time."""
     info = transport.peer_info
     return msgspec.structs.replace(
         info,
@@ -43,28 +43,28 @@ def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
 
 
 class _End:
-    """The common part of both ends.
+    """The common base of `Sender` and `Receiver`.
 
-    No method blocks. One thread of the node calls them; `metrics` and `rounds` may be called from
-    any thread.
+    No method blocks. Only one thread of the node may call methods, except `metrics` and `rounds`,
+    which any thread may call.
 
     Attributes:
-        loop: the I/O loop; the owner starts it, or calls its rounds.
+        loop: the I/O loop, which the owner starts, or whose `round` the owner calls.
     """
 
     peer_info: PeerInfo
     loop: IoLoop
 
     def describe(self) -> bytes:
-        """Return the encoded peer info for nodes of the other role."""
+        """Return the encoded peer info that nodes of the other role need to connect."""
         return self.peer_info.encode()
 
     def connect(self, peer: PeerInfo) -> None:
-        """Connect to a node of the other role; PEER_CONNECTED or PEER_FAILED follows."""
+        """Connect to a node of the other role; a PEER_CONNECTED or PEER_FAILED event follows."""
         self.loop.submit(Meet(peer))
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget a node that is gone; its transfers fail."""
+        """Forget a departed node; its transfers fail."""
         self.loop.submit(Leave(engine_id))
 
     def poll(self) -> list[TransferEvent]:
@@ -73,7 +73,7 @@ class _End:
 
     @property
     def rounds(self) -> Rounds:
-        """Return the rounds of the KV I/O thread; safe from any thread."""
+        """Return how many rounds the KV I/O thread has ended, and whether one runs; thread-safe."""
         return self.loop.rounds
 
     def close(self) -> None:
@@ -81,20 +81,20 @@ class _End:
 
 
 class Sender(_End):
-    """The prefill node's end. Each started request ends in exactly one COMMITTED or FAILED event.
+    """The prefill node's end. Each started transfer ends in exactly one COMMITTED or FAILED event.
 
     Args:
-        transport: moves bytes; owned from now on.
+        transport: moves the bytes; the sender closes it.
         on_event: called on the loop's thread when `poll` has new events.
         on_death: called on the loop's thread when the connector cannot continue.
         clock: returns monotonic seconds.
-        digests: makes digests of this node's blocks; None: the decode node checks none.
-        channels: seal the messages; None: make new ones, with a new key.
+        digests: computes digests of this node's blocks; None: the decode node checks no blocks.
+        channels: authenticate the messages; None: make new channels with a new key.
         make_peers: makes the table of peers and their states.
         portions: limits of bytes posted at once; None: the default for the kind of memory.
 
     Attributes:
-        machine: the protocol; only the loop's thread may use it.
+        machine: the protocol's state machine; only the loop's thread may use it.
     """
 
     def __init__(
@@ -153,12 +153,12 @@ class Sender(_End):
     def push(self, push: BlockPush) -> None:
         """Write blocks as soon as they are granted; the caller holds them until the transfer ends.
 
-        The computing thread may call this, too.
+        The thread that computes the blocks may call this method, too.
         """
         self.loop.submit(Push(push, self._clock()))
 
     def abort(self, request_id: str, epoch: int, reason: str) -> None:
-        """Write no more blocks of a request; FAILED follows once nothing is in flight."""
+        """Write no more blocks of a request; a FAILED event follows once no write is in flight."""
         self.loop.submit(Abort((request_id, epoch), reason))
 
     def metrics(self) -> ConnectorMetrics:
@@ -166,19 +166,19 @@ class Sender(_End):
 
 
 class Receiver(_End):
-    """The decode node's end.
+    """The decode node's end of the hand-off.
 
     Args:
-        transport: moves bytes; owned from now on.
+        transport: moves the bytes; the receiver closes it.
         on_event: called on the loop's thread when `poll` has new events.
         on_death: called on the loop's thread when the connector cannot continue.
         clock: returns monotonic seconds.
-        digests: makes digests of this node's blocks; None: arrived blocks are not checked.
+        digests: computes digests of this node's blocks; None: arrived blocks are not checked.
         channels, make_peers: factories of channels and peers, see `Sender`.
 
     Attributes:
-        machine: the protocol; only the loop's thread may use it.
-        verifier: the filter around the machine; None: blocks are not checked.
+        machine: the protocol's state machine; only the loop's thread may use it.
+        verifier: the filter around the machine that checks blocks; None: blocks are not checked.
     """
 
     def __init__(
@@ -211,23 +211,23 @@ class Receiver(_End):
         )
 
     def watch(self, peer: PeerInfo) -> PeerProcess:
-        """Return a watch on a peer's processes, to learn when the peer can write no more."""
+        """Return a watch on a peer's processes, which shows when the peer can write no more."""
         return PeerProcess(peer)
 
     def drain(self, engine_id: str) -> None:
-        """Read all bytes that a dead process sent; PEER_DRAINED follows."""
+        """Read all bytes that a dead process sent; a PEER_DRAINED event follows."""
         self.loop.submit(Drain(engine_id))
 
     def grant(self, reservation: KVReservation) -> None:
-        """Let a started request's blocks be written."""
+        """Allow the prefill node to write the blocks of a started request."""
         self.loop.submit(reservation)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
-        """Ask the prefill node to stop writing; FAILED follows once nothing is in flight."""
+        """Ask the prefill node to stop writing; FAILED follows once no write is in flight."""
         self.loop.submit(Drop((request_id, epoch), engine_id))
 
     def expect(self, expecting: bool) -> None:
-        """Tell the loop whether anything may arrive soon; otherwise, the loop sleeps."""
+        """Tell the loop whether messages may arrive soon; otherwise, the loop sleeps."""
         self.loop.expect(expecting)
 
     def metrics(self) -> ConnectorMetrics:

@@ -1,8 +1,8 @@
-"""IoLoop: the KV I/O thread, which carries out the actions of a protocol's state machine.
+"""IoLoop: the KV I/O thread, which carries out the actions of the protocol's state machine.
 
-Only this thread touches the transport and the state machine; other threads submit wishes. The loop
-polls fast while bytes are in flight (without pause if a GPU writes), slowly while messages may
-come, and otherwise sleeps between ticks.
+Only this thread touches the transport and the state machine; other threads queue wishes for it. The
+loop polls fast while bytes are in flight (without pauses if a GPU writes), slowly while messages
+may arrive, and sleeps between ticks otherwise.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.0005
 IDLE_POLL_S = 0.025
 MAX_READ_FAILURES = 100  # consecutive failures after which the transport counts as broken
-_WARM_S = 2.0  # seconds after a new peer in which to poll as if messages were expected
+_WARM_S = 2.0  # seconds of fast polling after a new peer was added
 
 Answer = TypeVar("Answer")
 
 
 class Core(StateMachine, Protocol):
-    """The state machine of one end, and the properties that its loop reads."""
+    """The state machine of one end of the hand-off, with the properties that its loop reads."""
 
     peers: Peers
 
     @property
     def is_expecting(self) -> bool:
-        """Return whether messages may come soon."""
+        """Return whether messages may arrive soon."""
 
     @property
     def is_moving(self) -> bool:
@@ -84,12 +84,13 @@ class IoLoop:
     """Runs one state machine over one transport, and collects events.
 
     Args:
-        transport: owned from now on; closed on the thread.
+        transport: moves the bytes; the loop's thread closes it.
         core: decides what is sent and written, and when.
-        channels: seal the messages.
-        machine: the core with the filters around it; None: no filters.
-        on_event: called on the thread after events were added; wakes the node.
-        on_death: called on the thread, once, with an unexpected error; the process must end then.
+        channels: authenticate the messages.
+        machine: the state machine with its filters; None: ``core`` without filters.
+        on_event: called on the thread after events were added, to wake the node.
+        on_death: called once on the thread with an unexpected error, after which the process must
+            end.
         clock: returns monotonic seconds.
     """
 
@@ -115,9 +116,10 @@ class IoLoop:
         self._inbox = Inbox(core.peers, channels)
         self._wishes: deque[Wish] = deque()
         self._events: deque[TransferEvent] = deque()
-        # Writes in flight by peer and transfer, in order of posting; `NO_TRANSFER`: a probe's.
+        # Writes in flight by peer and transfer, in the order of posting. Writes of probes have the
+        # key `NO_TRANSFER`.
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
-        self._is_on_device = transport.scratch.is_on_device  # the KV cache is there, too
+        self._is_on_device = transport.scratch.is_on_device  # true if the KV cache is on a GPU, too
         self._wake = threading.Event()
         self._expecting = False
         self._num_read_failures = 0
@@ -129,23 +131,23 @@ class IoLoop:
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; without a thread, the owner calls `round`."""
+        """Start the I/O thread; without it, the owner calls `round`."""
         self._thread.start()
 
     # ------------------------------------------------------------------ from the node's thread
 
     def submit(self, wish: Wish) -> None:
-        """Queue a wish for the state machine; safe from any thread."""
+        """Queue a wish for the state machine; thread-safe."""
         self._wishes.append(wish)
         self._wake.set()
 
     @property
     def has_wishes(self) -> bool:
-        """Return whether wishes wait for a round."""
+        """Return whether queued wishes wait for the next round."""
         return bool(self._wishes)
 
     def expect(self, expecting: bool) -> None:
-        """Note whether messages may come soon."""
+        """Note whether messages may arrive soon."""
         wake = expecting and not self._expecting
         self._expecting = expecting
         if wake:
@@ -159,23 +161,24 @@ class IoLoop:
         return events
 
     def metrics(self) -> ConnectorMetrics:
-        """Return counts of peers and messages; safe from any thread."""
+        """Return counts of peers and messages; thread-safe."""
         refused = self._inbox.num_refused
         return ConnectorMetrics(
             pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
             connections=self._transport.num_connections,
             peer_failures=self._num_peer_failures,
-            # Zeros included: Prometheus sees the first refusal as an increase only after a 0.
+            # Reasons with count 0 are included: Prometheus sees the first refusal as an increase
+            # only after a 0.
             refused_messages={reason.value: refused.get(reason, 0) for reason in Refusal},
         )
 
     @property
     def rounds(self) -> Rounds:
-        """Return how many rounds have ended and whether one runs; safe from any thread."""
+        """Return how many rounds have ended and whether one runs; thread-safe."""
         return Rounds(self._num_rounds, self._in_round)
 
     def close(self) -> None:
-        """End the thread, if any, and the transport."""
+        """End the thread, if started, and close the transport."""
         self._closing = True
         self._wake.set()
         if self._thread.ident is None:
@@ -188,7 +191,8 @@ class IoLoop:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # outermost: without this thread, no request would end
+        # Catch everything: without this thread, no request would end
+        except BaseException as error:
             self._on_death(error if isinstance(error, Exception) else EngineDeadError(repr(error)))
             logger.critical("the KV I/O thread cannot continue", exc_info=error)
         finally:
@@ -210,7 +214,7 @@ class IoLoop:
                 time.sleep(0)  # let other threads run
 
     def _pause_s(self) -> float:
-        """Return the longest harmless pause; 0 if a GPU writes, within microseconds."""
+        """Return the longest harmless pause before the next round; 0 if a GPU writes KV."""
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
         if self._core.is_moving:
@@ -226,13 +230,13 @@ class IoLoop:
             self._tell(self._wishes.popleft())
         self._read()
         for message in self._inbox.pop_round(self._clock()):
-            if message.engine_id in self._peers:  # false if the peer left after sending
+            if message.engine_id in self._peers:  # the peer may have left after sending
                 self._tell(message)
         self._settle()
         self._do(self._machine.tick(self._clock()))
 
     def _read(self) -> None:
-        """Read messages; raises TransferError after several failures in a row."""
+        """Read messages; raise TransferError after several failures in a row."""
         try:
             payloads = self._transport.take_notifications()
         except TransferError as error:
@@ -247,7 +251,7 @@ class IoLoop:
             self._inbox.put(sender, payload, self._clock())
 
     def _settle(self) -> None:
-        """Report completed writes, in the order in which they were posted."""
+        """Report completed writes to the state machine, in the order of posting."""
         for (engine_id, key), writes in list(self._writes.items()):
             while writes:
                 problem = ""
@@ -265,8 +269,8 @@ class IoLoop:
         self._do(self._machine.handle_input(item, self._clock()))
 
     def _do(self, actions: list[Action]) -> None:
-        """Carry out actions in order; actions that a result causes come first."""
-        actions.reverse()  # so that `pop` returns the next one
+        """Carry out actions in order; those that a result causes come before the rest."""
+        actions.reverse()  # reversed, so that `pop` returns the first action
         while actions:
             result = self._do_one(actions.pop())
             if result is not None:
@@ -343,7 +347,7 @@ class IoLoop:
         return Posted(action, posting_s, is_done)
 
     def _write_probe(self, action: WriteProbe) -> Result:
-        """Post probe writes within the action's limits, as posting may copy while others wait."""
+        """Post probe writes within the action's limits: posting may copy while others wait."""
         writes = self._writes.setdefault((action.engine_id, NO_TRANSFER), deque())
         num_before, until = len(writes), self._clock() + action.max_s
         problem = ""

@@ -1,4 +1,4 @@
-"""KVLayout: the place of each block in a KV cache's memory.
+"""KVLayout: the address of each block in a KV cache's memory.
 
 Only this file and `engine/worker/kv_cache.py` know the cache's layout. The cache is block-major:
 block i is one contiguous range, and transfers copy parts of this range:
@@ -27,7 +27,7 @@ class KVMemory(Protocol):
 
     @property
     def manifest(self) -> KVManifest:
-        """Return the layout of a block over all ranks."""
+        """Return the layout of one block over all ranks."""
 
     @property
     def rank(self) -> int:
@@ -35,7 +35,7 @@ class KVMemory(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Return the cache `[num_blocks, num_layers, ...]`: contiguous, never moved."""
+        """Return the KV cache `[num_blocks, num_layers, ...]`: contiguous, never moved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""PeerInfo: all that a node must know to reach another node's KV memory. Opaque to routers.
+"""PeerInfo: what a node must know to reach another node's KV memory. Routers cannot read it.
 
-Peer info is framed bytes with a checksum, because damaged data breaks some transports for good. The
-checksum only finds accidents; links to the router are authenticated.
+Peer info is encoded with a checksum, because damaged data breaks some transports for good. The
+checksum detects accidents, not attacks; links to the router are authenticated.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
-NUM_SLOTS = 4  # slots of scratch memory, one per peer that is being probed
+NUM_SLOTS = 4  # number of slots of scratch memory; each probed peer uses one
 
-# Peers are not trusted: numbers that fit no machine are refused before use.
+# Peers are not trusted: numbers beyond any machine's size are refused before use.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ADDRESS - 1)]
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one of a node's workers.
+    """The KV memory of one worker of a node.
 
     Attributes:
-        agent_metadata: data of the transport; empty if it needs none.
+        agent_metadata: data that the transport needs; may be empty.
         base_address: address of block 0.
         device_id: number of the GPU; 0 for host memory.
         scratch_address: address of the memory for self-tests (`Scratch`), on the same device.
@@ -47,7 +47,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessPlace(NamedTuple):
-    """One process of a node: see `PeerInfo`."""
+    """Identifies one process of a node; the fields are those of `PeerInfo`."""
 
     host: str
     pid: int
@@ -55,19 +55,20 @@ class ProcessPlace(NamedTuple):
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One process start of a node, as its KV connector describes it.
+    """A description of one process start's KV connector for other nodes.
 
     Attributes:
-        engine_id: unique to the process start.
+        engine_id: id of the process start, which is never reused.
         connector: the KV connector's name in the registry.
-        host: text that is equal for processes that the kernel lets access each other's memory.
+        host: text that two processes share if the kernel lets them access each other's memory.
         pid: the process id; 0: peers cannot watch the process.
         started_at: when the process started (`peer_process.start_time`); 0: unknown.
         manifest: the layout of the node's blocks.
-        num_blocks: blocks in each worker's memory.
-        ranks: the workers' memory, by rank.
+        num_blocks: number of blocks in each worker's memory.
+        ranks: memory of each worker, by rank.
         scratch_bytes: size of each worker's memory for self-tests.
-        public_key: X25519 key from which peers derive the MACs of the node's messages.
+        public_key: X25519 key from which peers derive the keys that authenticate the node's
+            messages.
     """
 
     engine_id: str
@@ -96,10 +97,10 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, blob: bytes, *, engine_id: str = "") -> PeerInfo:
-        """Read the result of `encode`; raise TransferError for anything else.
+        """Decode bytes from `encode`; raise TransferError for any other bytes.
 
         Args:
-            engine_id: the node whose peer info this must be; empty: any node.
+            engine_id: the node whose peer info is expected; empty: any node.
         """
         if len(blob) > MAX_PEER_INFO_BYTES:
             raise TransferError(
@@ -130,7 +131,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         return info
 
     def check_pair(self, peer: PeerInfo) -> None:
-        """Raise TransferError if this node and a peer cannot copy blocks to each other."""
+        """Raise TransferError if blocks cannot be copied between this node and a peer."""
         if peer.connector != self.connector:
             raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not {self.connector}")
         differs = difference(self.manifest, peer.manifest)
@@ -141,7 +142,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agent_name(engine_id: str, rank: int, leader: int) -> str:
-    """Return the transport name of a rank; the leader has the node's name."""
+    """Return a rank's name in the transport; the leading rank's name is the engine id."""
     return engine_id if rank == leader else f"{engine_id}/{rank}"
 
 
@@ -150,6 +151,6 @@ def host_identity() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # not Linux, so it is unknown which processes share a machine
+    except OSError:  # outside Linux, nothing tells which processes share a machine
         return ""
     return f"{boot_id}:{namespace}"

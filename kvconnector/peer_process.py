@@ -1,10 +1,9 @@
-"""PeerProcess: proves that all processes of a peer have ended; works in containers.
+"""PeerProcess: detects that all processes of a peer have ended, also in containers.
 
-A pidfd is opened when the peer is met, while its process lives; the start time that the peer tells
-proves that the process is the right one. The descriptor then shows when all threads of the process
-have ended, even if the process id is reused. A missing /proc/PID proves nothing, as it may be
-hidden (hidepid, containers), and neither does a process id of another machine, whose kernel may
-have a copied boot id.
+A pidfd is opened when the peer connects, while its process lives. The start time in the peer info
+shows that the process id was not reused. The pidfd then shows when all threads of the process have
+ended. A missing /proc/PID proves nothing, because it may be hidden (hidepid, containers). A process
+id of another machine proves nothing either: that machine may have a copied boot id.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvconnector.peer_info import PeerInfo, ProcessPlace, host_identity
 
 
 class PeerProcess:
-    """One peer's processes, one per rank, opened while they lived.
+    """The processes of one peer, one per rank, opened while they lived.
 
     Args:
         peer: peer info, which names the processes.
@@ -28,7 +27,7 @@ class PeerProcess:
         self._pidfds = [_open(place) for place in set(peer.processes())]
 
     def has_ended(self) -> bool:
-        """Return whether all processes have certainly ended; zombies have: they write nothing."""
+        """Return whether all processes have certainly ended. Zombies count: they write nothing."""
         return bool(self._pidfds) and all(
             pidfd is not None and _has_ended(pidfd) for pidfd in self._pidfds
         )
@@ -45,13 +44,13 @@ def start_time(pid: int) -> int:
     """Return when a process started, in kernel ticks since boot; 0: unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        return int(text.rpartition(")")[2].split()[19])  # "pid (name) state ...": field 22
+        return int(text.rpartition(")")[2].split()[19])  # field 22 of "pid (name) state ..."
     except (OSError, ValueError, IndexError):
         return 0
 
 
 def _open(place: ProcessPlace) -> int | None:
-    """Return a descriptor of a process; None if it may be another process."""
+    """Return a pidfd of a process; None if the process may be another one."""
     is_near = place.host != "" and place.host == host_identity()
     if not is_near or place.pid == 0 or place.started_at == 0 or not hasattr(os, "pidfd_open"):
         return None
@@ -59,7 +58,7 @@ def _open(place: ProcessPlace) -> int | None:
         pidfd = os.pidfd_open(place.pid)
     except OSError:
         return None
-    # Read while the process lives, so its id has not been reused.
+    # The process still lives while this is read, so its id has not been reused.
     if start_time(place.pid) == place.started_at and not _has_ended(pidfd):
         return pidfd
     os.close(pidfd)

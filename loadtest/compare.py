@@ -77,10 +77,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one deployment; without a search, all runs of a repeat have the same requests.
+    """One run of one deployment. Without a search, all runs of a repeat send the same requests.
 
     Attributes:
-        holds_none: whether no rate kept the SLO; the run is then the one at the lowest rate.
+        holds_none: whether no rate kept the SLO; the run is then the run at the lowest rate.
     """
 
     deployment: Deployment
@@ -108,7 +108,7 @@ async def play_comparison(
                 async with _session(comparison, deployment, options, stop) as session:
                     result = await session.play(plan)
             except BatonError:
-                if stop.is_set():  # stopped during its start
+                if stop.is_set():  # the run was stopped during the deployment's start
                     return trials
                 raise
             trials.append(Trial(deployment=deployment, repeat=repeat, result=result))
@@ -132,7 +132,7 @@ async def _search(
             async with _session(comparison, deployment, options, stop) as session:
                 found = await play_search(session.play, comparison.plan, search, lambda step: None)
         except BatonError:
-            if stop.is_set():  # stopped during its start
+            if stop.is_set():  # the run was stopped during the deployment's start
                 return trials
             raise
         for repeat, highest in enumerate(found.highest):
@@ -168,6 +168,6 @@ async def _session(
 
 
 def _in_turn(deployments: Sequence[Deployment], repeat: int) -> Sequence[Deployment]:
-    """Rotate the deployments, so that each repeat begins with a different one."""
+    """Rotate the deployments, so that each repeat begins with a different deployment."""
     first = repeat % len(deployments)
     return (*deployments[first:], *deployments[:first])

@@ -75,7 +75,7 @@ async def execute(job: Job) -> int:
     if job.up is None:
         return await _play(job, Site(job.pids), stop)
     async with started(job.up, stop) as (site, address):
-        # Operators may send prompts too; without keys, nobody needs one.
+        # Operators may also send prompts; without keys, no token is needed.
         api_key = job.options.api_key or site.admin_token
         options = dataclasses.replace(job.options, url=f"grpc://{address}", api_key=api_key)
         auditor = Auditor(address, site.admin_token)

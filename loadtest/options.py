@@ -39,7 +39,7 @@ def fresh_seed() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options of both commands; raises ConfigError naming the field."""
+    """Options that `run` and `compare` share; raises ConfigError naming the field."""
 
     node_args: str = option("", help="More options of every node, as one string.")
     router_args: str = option("", help="More options of the router, as one string.")

@@ -45,7 +45,8 @@ class RunResult:
 def _no_collection() -> Iterator[None]:
     """Pause garbage collection, which delays requests by 5 to 70 ms at 2,000 streams.
 
-    Player and targets make no reference cycles (a test counts cycles), so no garbage collects.
+    The player and targets make no reference cycles (a test counts cycles), so no garbage
+    accumulates.
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -58,7 +59,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Run:
-    """One run of a plan against an open target; the target stays open."""
+    """One run of a plan against an open target; the target stays open afterwards."""
 
     def __init__(
         self, plan: LoadPlan, target: Target, *, now: Callable[[], float] = time.perf_counter

@@ -1,8 +1,8 @@
 """Searches for the highest rate that a server holds within an SLO, and its uncertainty.
 
 A rate is bracketed, then bisected. The whole search is repeated with other requests, because one
-search gives a bracket but no idea of its error. Each repeat tries other rates: on a common grid,
-repeats would end at the same points and only seem to agree.
+search gives a bracket but not its error. Each repeat tries other rates: on a common grid, repeats
+would end at the same points and only seem to agree.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _StoppedError(Exception):
 
 
 class _SilentError(Exception):
-    """The rate is so low that no request came while measuring."""
+    """The rate is so low that no request was sent in the measured window."""
 
 
 async def find_highest(
@@ -132,11 +132,12 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
             least = min(step.value for step in steps)  # steps are too short to judge lower rates
         held = [step for step in steps if step.repeat == repeat and step.held]
         highest.append(max(held, key=lambda step: step.value, default=None))
-        # The next repeat begins where this one ended: if again no rate holds, one try shows it.
+        # The next repeat begins where this repeat ended: if again no rate holds, one try shows
+        # this.
         found = highest[-1]
         factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
         start = min(step.value for step in steps) if found is None else found.value
-        if found is not None:  # start at random near the found rate
+        if found is not None:  # start at a random rate near the found rate
             start *= (1 + search.precision) ** chance.uniform(-0.5, 0.5)
     brackets = [_bracket(steps, repeat) for repeat in range(len(highest))]
     goodputs = [

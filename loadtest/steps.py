@@ -1,7 +1,7 @@
 """Steps: one plan played under several loads in turn; a sweep lists the loads.
 
-Each step is a separate run with warm-up, window and prompts of its own: a server that had cached
-the previous step's prompts would look better with every step. Knows no search and no report.
+Each step is a separate run with its own warm-up, window and prompts: a server that had cached the
+previous step's prompts would look better with every step. Knows no search and no report.
 """
 
 from __future__ import annotations

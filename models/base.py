@@ -1,6 +1,6 @@
 """The input of a network for one step, and the protocol of models.
 
-Refuses to know: how a network is built or loaded, who fills the KV cache's blocks.
+Refuses to know: how a network is built or loaded, who allocates KV blocks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ GroupStep = AttentionStep | tuple[StateMetadata, None]
 
 
 class AdapterSpan(NamedTuple):
-    """The tokens of a step, side by side, that one adapter is computed for.
+    """The adjacent tokens of a step that use one adapter.
 
     Attributes:
         adapter: the adapter's digest.
-        first, end: the tokens' places in the step.
+        first, end: range of the tokens' indices in the step.
     """
 
     adapter: str
@@ -42,11 +42,11 @@ class AdapterSpan(NamedTuple):
 
 
 class ImageRows(NamedTuple):
-    """The tokens of a step that one image's encoding gives embeddings.
+    """The tokens of a step whose embeddings come from one image's encoding.
 
     Attributes:
-        places: ``[n]`` int64, places of the tokens in the step.
-        embeddings: ``[n, width]``: the tokens' embeddings; with DeepStack, followed by the numbers
+        places: ``[n]`` int64, indices of the tokens in the step.
+        embeddings: ``[n, width]``: the tokens' embeddings; with DeepStack, followed by the vectors
             to add after each of the first layers.
     """
 
@@ -55,7 +55,7 @@ class ImageRows(NamedTuple):
 
 
 class ImageEncoder(Protocol):
-    """The part of a model that encodes images."""
+    """A model's encoder of images."""
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
         """Return an image's embeddings, ``[num_placeholders, width]``.
@@ -67,11 +67,11 @@ class ImageEncoder(Protocol):
 
 
 def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
-    """Return the spans of some of a step's tokens, in places among these.
+    """Return the adapter spans of some of a step's tokens, as indices into ``rows``.
 
     Args:
         spans: the step's spans.
-        rows: places of the tokens in the step, ascending.
+        rows: indices of the tokens in the step, ascending.
     """
     moved = (
         AdapterSpan(span.adapter, bisect_left(rows, span.first), bisect_left(rows, span.end))
@@ -84,11 +84,11 @@ def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[
 class ForwardContext:
     """All inputs of one forward pass except token ids; always passed explicitly."""
 
-    # [num_tokens] int64, position of each token in its sequence, for rotation; [3, num_tokens] on
-    # the axes of images: frames, rows and columns
+    # [num_tokens] int64, position of each token for RoPE; [3, num_tokens] for three axes: frame,
+    # row and column
     positions: Tensor
-    # The step of each KV cache group, planned by the group's backend; the first group attends.
-    # Groups of states have no backend.
+    # One input per KV cache group, with the plan of the group's attention backend; the first group
+    # has attention. Groups of states have no backend.
     groups: tuple[GroupStep, ...]
     layer_groups: tuple[int, ...]  # each layer's group
     layer_caches: tuple[LayerCache, ...]  # one per layer
@@ -98,13 +98,13 @@ class ForwardContext:
 
     @property
     def max_seq_len(self) -> int:
-        """Return the tokens of the longest request, equal in all groups."""
+        """Return the length of the longest request, in tokens; equal in all groups."""
         metadata = self.groups[0][0]
         assert isinstance(metadata, AttentionMetadata)
         return metadata.max_seq_len
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """Return metadata, the backend that planned the step, and the layer's KV cache.
+        """Return a layer's metadata, the backend that planned the step, and the layer's KV cache.
 
         The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, or ``[num_blocks,
         block_size, width]`` for latents.
@@ -126,7 +126,7 @@ class ForwardContext:
 
 
 class StateContext(Protocol):
-    """The part of a step that layers with a recurrent state read."""
+    """The part of a step's inputs that layers with a recurrent state read."""
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
         """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""
@@ -138,27 +138,27 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Configuration that the model was built from."""
+        """Return the configuration that the model was built from."""
         ...
 
     @property
     def vision(self) -> ImageEncoder | None:
-        """Encoder of images; None: no images are computed."""
+        """Return the encoder of images; None: no images are computed."""
         ...
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the weights that are mapped from a cached file."""
+        """Return the bytes of the weights that are mapped from a cached file."""
         ...
 
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
-        """Layout of each layer's KV cache or recurrent state."""
+        """Return the layout of each layer's KV cache or recurrent state."""
         ...
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Factors ``(key, value)`` of the numbers in a float8 KV cache, by layer."""
+        """Return the scales ``(key, value)`` of a float8 KV cache, by layer."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
@@ -178,7 +178,7 @@ class CausalLM(Protocol):
         """Return the logits of ``[n, hidden_size]`` rows: ``[n, vocab_size]`` of the same dtype.
 
         Args:
-            adapters: the rows that adapters are computed for.
+            adapters: the rows that use adapters.
         """
         ...
 

@@ -37,14 +37,14 @@ class ModelConfig:
     Attributes:
         max_model_len: longest sequence (prompt and output) with correct results.
         dtype: dtype in which the checkpoint stores weights: "float32", "bfloat16" or "float16".
-        compute_dtype: dtype to compute in where the device has it; differs from ``dtype`` for GGUF
-            files of few bits.
+        compute_dtype: dtype to compute in if the device supports it; differs from ``dtype`` for
+            GGUF quantized files.
         quantization: format of the stored weights; None: not quantized.
         num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
         is_text_part: whether the checkpoint also has a vision encoder.
         vision: the vision encoder; None: no images are computed.
         head: what the checkpoint's head computes; without a head for tokens it generates no text.
-        num_labels: labels of the classification head; 0: none.
+        num_labels: number of labels of the classification head; 0: no such head.
     """
 
     architecture: str
@@ -77,23 +77,23 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Count the layers."""
+        """Return the number of layers."""
         return len(self.recipe.layers)
 
     @property
     def attention(self) -> AttentionSpec | LatentSpec:
-        """Return the first layer that attends; every model has one."""
+        """Return the spec of the first layer with attention; every model has one."""
         kinds = (AttentionSpec, LatentSpec)
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, kinds))
 
     @property
     def num_heads(self) -> int:
-        """Count the heads of attention."""
+        """Return the number of attention heads."""
         return self.attention.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Count the heads of keys and values; with latents, all heads."""
+        """Return the number of KV heads; with latents, the number of all heads."""
         found = self.attention
         return found.num_kv_heads if isinstance(found, AttentionSpec) else found.num_heads
 
@@ -105,13 +105,13 @@ class ModelConfig:
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """Return the experts of the first layer that has some; None: no layer has."""
+        """Return the spec of the first layer with experts; None: no layer has experts."""
         parts = (layer.feed_forward for layer in self.layers)
         return next((part for part in parts if isinstance(part, ExpertsSpec)), None)
 
     @property
     def has_sinks(self) -> bool:
-        """Return whether the heads of some layer have sinks."""
+        """Return whether any layer has attention sinks."""
         mixers = (layer.mixer for layer in self.layers)
         return any(isinstance(mixer, AttentionSpec) and mixer.sinks for mixer in mixers)
 
@@ -127,7 +127,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> RopeConfig:
-        """Return the rotary embedding of all layers, or of the layers without a window."""
+        """Return the rotary embedding of all layers, or of the layers without a sliding window."""
         return self.recipe.ropes[0]
 
     @classmethod
@@ -179,7 +179,7 @@ def _parse(
     *,
     images: bool = False,
 ) -> ModelConfig:
-    """Read the fields with the family's file, of the text part if the model sees images.
+    """Read the fields by the family's file; for a model that sees images, those of the text part.
 
     Args:
         images: whether to read the vision encoder, too.
@@ -199,7 +199,7 @@ def _parse(
         rms_norm_eps=model.rms_norm_eps,
         max_position_embeddings=model.max_position_embeddings,
         max_model_len=model.max_model_len,
-        # Without a head for tokens, none is made.
+        # A checkpoint without a language model head gets none.
         tie_word_embeddings=head is not Head.TOKENS or fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
         compute_dtype=_dtype(fields, "compute_dtype"),
@@ -221,7 +221,7 @@ def _with_vision(config: ModelConfig, fields: Fields, part: Family | TextPart) -
         fields: fields of the whole model.
         part: the entry in the family's file.
 
-    A vision encoder that is not supported costs a warning: the text part still answers.
+    If the vision encoder is not supported, a warning is logged, and only the text part is served.
     """
     if part.vision is None:
         return config

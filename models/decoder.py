@@ -1,6 +1,6 @@
 """The decoder-only transformer: builds modules from a recipe and computes them.
 
-Refuses to know: families, files, weights' origin.
+Refuses to know: families, files, where weights come from.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from models.vision.layers import VisionEncoder
 
 
 def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
-    """Make the token mixer of a layer: attention, or a recurrence."""
+    """Make a layer's token mixer: attention, or a recurrence."""
     spec, hidden_size, eps = (
         config.layers[layer_index].mixer,
         config.hidden_size,
@@ -82,7 +82,7 @@ def make_feed_forward(spec: FeedForwardSpec | None, hidden_size: int) -> nn.Modu
 
 
 def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-    """Make a norm of the residual stream or of a vector of another ``size``."""
+    """Make a norm of the residual stream, or of a vector of another ``size``."""
     return RMSNorm(size or config.hidden_size, config.rms_norm_eps, config.recipe.norm_weight)
 
 
@@ -102,18 +102,19 @@ class DecoderLayer(nn.Module):
             self.add_module(name, made)
             return made
 
-        # In a tuple, torch does not register the modules again.
+        # a tuple, so that torch does not register the modules twice
         norms = config.recipe.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
         if self.mlp is not None:
             last_norms = (norms.before_feed_forward, norms.after_feed_forward)
             self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
-        # Ranks over which the results of the mixer, and of the feed-forward part, are summed.
+        # Ranks over which results are summed: those of the mixer, and those of the feed-forward
+        # part.
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
 
     def shard(self, group: Collective) -> None:
-        """Keep a rank's share of both parts; every rank computes all of an indivisible part."""
+        """Keep a rank's share of both parts; a part that cannot be divided stays whole."""
         rank = Rank(group.rank, group.size)
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)
@@ -151,7 +152,7 @@ class DecoderLayer(nn.Module):
 
 
 class Shareable(Protocol):
-    """A part of a layer that ranks can divide: their results are added.
+    """A part of a layer that ranks can divide; the ranks' results are summed.
 
     Attributes:
         can_share: whether ranks can divide this part; if not, each rank computes all of it.
@@ -169,7 +170,7 @@ def _can_share(part: nn.Module) -> bool:
 
 
 class Elsewhere(nn.Module):
-    """Placeholder for a part that another pipeline stage computes."""
+    """A placeholder for a part that another pipeline stage computes."""
 
 
 class Decoder(Computing):
@@ -188,7 +189,7 @@ class Decoder(Computing):
         self.norm = make_norm(config)
         self._embedding_scale = recipe.embedding_scale
         self._residual_scale = recipe.residual_scale
-        self.tapes: DecodeTapes | None = None  # set if the model is packed for a CPU
+        self.tapes: DecodeTapes | None = None  # set if the model is packed for CPU kernels
         self._ranks = ALONE
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size
@@ -237,7 +238,7 @@ class Decoder(Computing):
         return hidden
 
     def kept_states(self) -> Tensor:
-        """Return the states before ``state_layers`` of the latest step."""
+        """Return the latest step's input states of the layers in ``state_layers``."""
         assert self.states is not None, "none are kept"
         return self.states
 
@@ -274,7 +275,8 @@ class Decoder(Computing):
             delta, residual = self.layers[index](delta, residual, rotations, context)
             for places, embeddings in context.images:
                 first = (index + 1) * self._hidden_size
-                if first < embeddings.shape[1]:  # deepstack: the image is added once more
+                # DeepStack: add the image's further vectors after this layer
+                if first < embeddings.shape[1]:
                     more = embeddings[:, first : first + self._hidden_size]
                     delta.index_add_(0, places, more.to(delta.dtype))
             if context.after_layer is not None:
@@ -292,14 +294,16 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 class AdaptedForward(Protocol):
-    """Computes steps in which some tokens are adapted."""
+    """Computes steps in which some tokens have adapters."""
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Implement ``CausalLM.forward``."""
         ...
 
     def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
-        """Return the output head's results for ``[n, hidden_size]``, of which rows are adapted."""
+        """Return the output head's results for ``[n, hidden_size]``; ``spans`` tells the adapted
+        rows.
+        """
         ...
 
 
@@ -311,7 +315,7 @@ class DecoderForCausalLM(Computing):
 
     Attributes:
         mapped_bytes: bytes of the weights that are mapped from a file in the user's cache.
-        adapted: computes steps with adapters; None: the model has none.
+        adapted: computes steps with adapters; None: adapters are disabled.
         vision: makes embeddings of images; None: no images are computed here.
     """
 
@@ -344,7 +348,7 @@ class DecoderForCausalLM(Computing):
     def shard(self, ranks: Ranks) -> None:
         """Keep one rank's share, before there are weights.
 
-        Results are the same on all ranks of the last stage. Every rank of the first stage has the
+        All ranks of the last stage compute equal results. Every rank of the first stage has the
         whole vision encoder.
 
         Raises:
@@ -382,8 +386,8 @@ class DecoderForCausalLM(Computing):
     def ignores_weight(self, name: str) -> bool:
         """Return whether a checkpoint may have this weight although the model does not use it.
 
-        Examples are a drafter's layers, which the drafter reads itself, and the vision parts of
-        multimodal models.
+        Examples are a drafter's layers, which the drafter reads, and the vision parts of multimodal
+        models.
         """
         of_vision = () if self.vision is None else self.vision.ignored
         return name.startswith((*self._ignored, "mtp.", *(VISION + one for one in of_vision)))
@@ -424,7 +428,7 @@ class DecoderForCausalLM(Computing):
         return logits
 
     def _gather(self, logits: Tensor) -> Tensor:
-        """Join all ranks' logits, of which some ranks may have one fewer: `[n, vocab_size]`."""
+        """Join all ranks' logits, some of which may have one column less: `[n, vocab_size]`."""
         ranks = [Rank(rank, self._group.size) for rank in range(self._group.size)]
         sizes = [end - first for first, end in (r.span(self.config.vocab_size) for r in ranks)]
         most = max(sizes)

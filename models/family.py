@@ -16,7 +16,7 @@ from models.recipe import Recipe
 from models.rope_config import AxesRule
 from models.vision.specs import VisionSpec
 
-# Name of a gated unit's activation in config.json -> name here.
+# Activation's name in config.json -> name in Baton.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -25,7 +25,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
 }
 GELU = ("gelu_tanh", "gelu")
-# Optional fields -> values that are harmless for architectures that do not use the field.
+# Optional fields -> values that have no effect, accepted for architectures that ignore the field.
 _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (None,),
     "attn_logit_softcapping": (None,),
@@ -37,7 +37,7 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "no_rope_layers": (None,),
     "use_qk_norm": (None, False),
-    "attention_chunk_size": (None,),  # Llama 4, whose layers attend within chunks
+    "attention_chunk_size": (None,),  # Llama 4, whose layers attend only within chunks
     "per_layer_config": (None, {}),
     "rope_local_base_freq": (None,),
 }
@@ -48,13 +48,13 @@ _IS_CAUSAL = "is_causal"
 
 
 def as_written(fields: Fields) -> Fields:
-    """Return a file's fields unchanged: they have the common names already."""
+    """Return a file's fields unchanged, as they have the common names already."""
     return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Description of the models that one name in ``architectures`` stands for.
+    """Description of the models with one name in ``architectures``.
 
     Attributes:
         recipe: makes the recipe; raises ModelLoadError for unsupported features.
@@ -67,11 +67,11 @@ class Family:
         layer_kinds: names that ``layer_types`` may give a layer.
         sliding_window_pattern: without layer types in the file, the last of this many layers has
             full attention; None: the file has this number.
-        ropes_by_layer_type: whether layers with a window may have a RoPE of their own.
+        ropes_by_layer_type: whether layers with a window may have a separate RoPE.
         partial_rotary: whether files may limit rotation to the first dims of a head.
-        turning: default of the rotated share of a head.
-        vision, axes: as in `TextPart`, for families whose text part has other weights than a text
-            model.
+        turning: default fraction of a head's dims that RoPE rotates.
+        vision, axes: see `TextPart`; for families whose models with images are not a text model
+            plus an encoder.
     """
 
     recipe: Callable[[ModelFields], Recipe]
@@ -136,7 +136,7 @@ class Family:
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Compare as in JSON, where true is not 1."""
+    """Compare values as JSON does, where true is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
@@ -151,7 +151,7 @@ class TextPart:
         is_tied: whether the head uses the embedding's weight by default.
         vision: reads the vision encoder from the fields of the whole model; None: images are not
             computed.
-        axes: rule by which a rotation with three positions turns; None: a token has one position.
+        axes: rule of RoPE with three axes (M-RoPE); None: a token has one position.
     """
 
     architecture: str | None = None

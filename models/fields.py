@@ -1,4 +1,4 @@
-"""Typed reading of a JSON file's fields, with one-line errors that name the file and the field.
+"""Typed reading of a JSON file's fields, with one-line errors that name file and field.
 
 Refuses to know: which fields a model has.
 """
@@ -14,7 +14,7 @@ from baton.api.errors import ModelLoadError
 
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30
-# Most items in a list whose items are processed one by one, such as layers and experts.
+# Most items of a list whose items are processed one by one, such as layers and experts.
 MAX_PARTS = 2**14
 _MAX_PROBLEM_CHARS = 2000
 
@@ -39,18 +39,18 @@ class Fields:
         return cls(read_object(path), str(path))
 
     def replaced(self, change: Callable[[Mapping[str, object]], Mapping[str, object]]) -> Fields:
-        """Return the same object with changed fields."""
+        """Return a copy with changed attributes."""
         return Fields(change(self._values), self._source, self._prefix)
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
-        """Make an error about a field."""
+        """Return an error about a field, for the caller to raise."""
         short = (
             problem if len(problem) <= _MAX_PROBLEM_CHARS else problem[:_MAX_PROBLEM_CHARS] + "..."
         )
         return ModelLoadError(f"{self._source}: {self._prefix}{name}: {short}")
 
     def get(self, name: str) -> object:
-        """Return the raw value, or None."""
+        """Return the field's raw value, or None."""
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
@@ -58,7 +58,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def with_values(self, values: Mapping[str, object]) -> Fields:
-        """Return the fields with these values replaced or added."""
+        """Return a copy with these values replaced or added."""
         return Fields({**self._values, **values}, self._source, self._prefix)
 
     def names(self) -> list[str]:

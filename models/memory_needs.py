@@ -1,4 +1,4 @@
-"""Memory that a model takes, by its configuration: weights in each format, and the KV cache.
+"""Computes from a model's configuration the memory of weights in each format, and of the KV cache.
 
 Refuses to know: tensors (this imports no torch), how much memory a machine has.
 """
@@ -19,8 +19,8 @@ from models.config import ModelConfig
 from models.recipe import Matrix, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Formats: bytes of a weight, bytes per group of an output's inputs, and the group's size, as in
-# `PackedWeight`; 0: one group of all inputs.
+# Per format: bytes of a weight, bytes per group of an output's inputs, and inputs per group, as in
+# `PackedWeight`; 0: all inputs are one group.
 _FORMATS = {
     "fp32": (4.0, 0.0, 1),
     "bf16": (2.0, 0.0, 1),
@@ -31,7 +31,7 @@ _FORMATS = {
     "fp8": (1.0, 4.0, 0),
     "mxfp4": (0.5, 2.0, 32),  # only in checkpoints, for experts
 }
-# Formats in which the head has another format than the layers.
+# Formats that are not used for the output head -> the head's format.
 _HEADS_FORMATS = {"int4": "int8", "fp8": "int8"}
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Bytes per weight of a GGUF file's types in memory: codes of 4, 6 or 8 bits, and group scales.
@@ -46,11 +46,11 @@ _EMBEDDING = "token_embd.weight"
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a model takes on a CPU, without biases, which are less than a thousandth.
+    """Bytes that a model takes on a CPU, not counting biases, which take less than a thousandth.
 
     Attributes:
         weights: bytes of the weights, by value of ``--weights``.
-        kv_token_bytes: keys and values of one token, all layers.
+        kv_token_bytes: bytes of one token's keys and values, over all layers.
         block_size: tokens per KV block.
     """
 
@@ -101,7 +101,7 @@ def memory_needs(
 
 
 def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
-    """Read a model folder's configuration; see ``memory_needs``. Raises ModelLoadError."""
+    """Compute ``memory_needs`` of a model folder's configuration; raises ModelLoadError."""
     return memory_needs(ModelConfig.from_folder(folder), folder=folder)
 
 
@@ -118,7 +118,7 @@ def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
 
 
 def _widened_bytes(path: Path) -> int:
-    """Return the bytes added by NVFP4's e4m3 scales, which are kept in float32."""
+    """Return the bytes added by NVFP4's e4m3 scales, which are stored in memory as float32."""
     from safetensors import safe_open  # imported here, as routers lack the package
 
     with safe_open(path, "pt") as file:
@@ -152,7 +152,7 @@ def _weight_bytes(
     """
     head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
-    # Routers and projections of latents keep their dtype in every format.
+    # Routers and projections of latents are never quantized.
     exact = dtype if format_ in _DTYPE_BYTES else _format(config, "auto", dtype)
     layers = sum(
         number * _matrix_bytes(one, kept, dtype)
@@ -172,13 +172,13 @@ def _weight_bytes(
 
 
 def _is_narrow(config: ModelConfig) -> bool:
-    """Return whether an embedding is kept in bfloat16, whatever the dtype."""
+    """Return whether the embedding is kept in bfloat16, even if the model computes in float32."""
     is_plain = config.quantization is None or config.quantization.method == "mxfp4"
     return config.dtype == "bfloat16" and is_plain
 
 
 def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool = True) -> str:
-    """Return the format of the layers; a dtype: they are not packed."""
+    """Return the layers' format, or a dtype if they are not packed."""
     if weights != "auto":
         return weights
     if not native_kernels:
@@ -187,12 +187,12 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
 
 
 def layer_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the layers' matrices, without experts and never-rounded matrices."""
+    """Count the layers' matrices, except experts and matrices that are never quantized."""
     return _count(config, lambda part: part.matrices(config.hidden_size))
 
 
 def exact_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the layers' matrices that are never rounded."""
+    """Count the layers' matrices that are never quantized."""
     return _count(config, lambda part: part.exact_matrices(config.hidden_size))
 
 

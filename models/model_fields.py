@@ -1,7 +1,7 @@
-"""The fields of a config.json that families share, checked and typed; no torch.
+"""Config.json fields that families share, checked and typed; no torch.
 
-Fields have the file's values; a family's file decides what they mean for a network.
-Refuses to know: families, tensors.
+Fields have the file's values; a family's file decides what they mean for a network. Refuses to
+know: families, tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from models.recipe import AttentionSpec, FeedForwardSpec, LayerSpec, MlpSpec, Re
 from models.rope_config import RopeConfig, parse_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Names of layer types -> whether the mixer carries a state.
+# Layer type -> whether its mixer has a recurrent state.
 STATE_KINDS = {FULL: False, "attention": False, "linear_attention": True, "mamba": True}
 Windows = Sequence[int | None]
 
@@ -29,7 +29,7 @@ class ModelFields:
         fields: all fields, with the family's defaults.
         max_model_len: longest sequence (prompt and output) with correct results.
         activation: activation of gated units: "silu", "gelu_tanh" or "gelu".
-        rope: rotary embedding of all layers, or of those without a window.
+        rope: rotary embedding of all layers, or of layers without a sliding window.
         sliding_rope: rotary embedding of layers with a window; None: as ``rope``.
         sliding_window_pattern: without layer types, the last of this many layers has no window.
     """
@@ -101,7 +101,7 @@ class ModelFields:
     # ------------------------------------------------------------------ specs of common parts
 
     def attention(self, **options: Any) -> AttentionSpec:
-        """Return an `AttentionSpec` with these options, and with the file's heads."""
+        """Return an `AttentionSpec` with these options, and the file's numbers of heads."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -110,7 +110,7 @@ class ModelFields:
         )
 
     def mlp(self, **options: Any) -> MlpSpec:
-        """Return the file's MLP, with these options of `MlpSpec`."""
+        """Return the file's MLP as a spec, with these options of `MlpSpec`."""
         return MlpSpec(inner_size=self.intermediate_size, activation=self.activation, **options)
 
     def recipe(
@@ -154,7 +154,7 @@ class ModelFields:
         return [self.sliding_window if name == SLIDING else None for name in types]
 
     def windows_by_pattern(self) -> list[int | None]:
-        """Return the window of each layer of a model in which most layers have a window.
+        """Return each layer's window, for models in which most layers have a window.
 
         ``layer_types`` decides if given; otherwise, the last of each ``sliding_window_pattern``
         layers has no window. Raises ModelLoadError like `windows_by_type`.
@@ -165,9 +165,10 @@ class ModelFields:
         )
 
     def windows_if_switched_on(self) -> list[int | None]:
-        """Return the window of each layer of a model with the switch ``use_sliding_window``.
+        """Return each layer's window, for models with the switch ``use_sliding_window``.
 
-        ``layer_types`` decides if given; otherwise, layers from ``max_window_layers`` on have one.
+        ``layer_types`` decides if given; otherwise, layers from ``max_window_layers`` on have a
+        window.
 
         Raises:
             ModelLoadError: ``layer_types`` needs a window, but the file gives none.
@@ -184,7 +185,7 @@ class ModelFields:
     # ------------------------------------------------------------------ which layers have a state
 
     def recurrent_layers(self, *, interval: int) -> tuple[bool, ...]:
-        """Return whether each layer carries a state, by ``layer_types``.
+        """Return whether each layer has a recurrent state, by ``layer_types``.
 
         Args:
             interval: without ``layer_types``, every ``interval``-th layer attends; 0: none does.
@@ -232,7 +233,7 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """Return the window; None: no window. Allow 0 if use_sliding_window is false."""
+    """Return the sliding window, or None; accept 0 if use_sliding_window is false."""
     switched_off = fields.get("use_sliding_window") is False
     window = fields.optional_integer("sliding_window", minimum=0 if switched_off else 1)
     return window or None

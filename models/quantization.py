@@ -25,8 +25,8 @@ class QuantizationConfig:
         group_size: adjacent numbers of a row that share a scale, if the tensors do not tell each
             column's group; the last group may be smaller. 0: the tensors tell, or groups have equal
             sizes.
-        zero_point_offset: number to add to stored zero points.
-        rounds_inputs: whether layers' inputs are to be rounded to the weights' type.
+        zero_point_offset: number to add to the stored zero points.
+        rounds_inputs: whether layers' inputs are also rounded to the weights' dtype.
     """
 
     method: str
@@ -59,7 +59,7 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
                 "quant_method", f"{method!r} is not supported; supported: {known}"
             )
         for turned in ("rotation_config", "spinquant_config"):
-            # The weights are rotated, so inputs would have to be rotated, too.
+            # The weights were rotated, so inputs would have to be rotated, too.
             if quantization.has(turned):
                 raise quantization.wrong(turned, "not supported")
         return _PARSERS[method](quantization)
@@ -74,7 +74,8 @@ def _is_of_kv_cache_only(quantization: Fields) -> bool:
     """
     if not quantization.has("kv_cache_scheme") or _groups(quantization):
         return False
-    if _PARSERS.get(quantization.text("quant_method", "")) is _modelopt:  # ModelOpt has no groups
+    # ModelOpt's configuration has no groups
+    if _PARSERS.get(quantization.text("quant_method", "")) is _modelopt:
         return False
     _check_kv_cache(quantization)
     return True
@@ -93,7 +94,7 @@ def _check_kv_cache(quantization: Fields) -> None:
 
 
 def _groups(quantization: Fields) -> list[Fields]:
-    """Return the weights' arguments of each group that quantizes anything."""
+    """Return each config group that quantizes weights, inputs or outputs."""
     if not quantization.has("config_groups"):
         return []
     groups = quantization.child("config_groups")
@@ -105,7 +106,7 @@ def _groups(quantization: Fields) -> list[Fields]:
 def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
     """Read compressed-tensors: weights of 4 or 8 bits.
 
-    Scales for rounding inputs are not read, as kernels compute one per token.
+    Static input scales are not read, as kernels compute a scale per token.
     """
     _check_kv_cache(quantization)
     for name in ("sparsity_config", "transform_config"):
@@ -114,7 +115,8 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
     blocks, groups = set[tuple[int, int]](), _groups(quantization)
-    # Groups' lists of layers are not read, so inputs are rounded only if all groups say so.
+    # The lists of layers per group are not read, so inputs are rounded only if all groups ask for
+    # it.
     rounds_inputs = bool(groups) and all(group.has("input_activations") for group in groups)
     for group in groups:
         weights = group.child("weights")
@@ -138,7 +140,7 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
 
 
 def _fp8(quantization: Fields) -> QuantizationConfig:
-    """Read e4m3 weights with a scale per block (DeepSeek-AI, arXiv:2412.19437), or one scale."""
+    """Read e4m3 weights with block scales (DeepSeek-AI, arXiv:2412.19437) or one scale."""
     if not quantization.has("weight_block_size"):
         return QuantizationConfig("fp8", rounds_inputs=True)
     rows, columns = quantization.numbers("weight_block_size", 2)
@@ -148,7 +150,7 @@ def _fp8(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_bits(quantization: Fields, supported: tuple[int, ...]) -> None:
-    """Check the default number of bits; layers with another number show it by their tensors."""
+    """Check the default number of bits; a layer with another number shows it by its tensors."""
     num_bits = quantization.integer("bits")
     if num_bits not in supported:
         known = ", ".join(map(str, supported))
@@ -170,7 +172,7 @@ def _gptq(quantization: Fields) -> QuantizationConfig:
 
 
 def _group_size(quantization: Fields) -> int:
-    """Return the group size; 0: groups are whole rows, or the size is not given."""
+    """Return the group size; 0: a group is a whole row, or the size is not given."""
     return max(0, quantization.integer("group_size", 0, minimum=-1))
 
 
@@ -184,7 +186,7 @@ def _awq(quantization: Fields) -> QuantizationConfig:
 
 
 def _mxfp4(quantization: Fields) -> QuantizationConfig:
-    """Read MXFP4 of gpt-oss's experts: 4-bit numbers, with a power of two per group."""
+    """Read MXFP4, used for gpt-oss's experts: 4-bit numbers, with a power of two per group."""
     return QuantizationConfig("mxfp4")
 
 
@@ -213,7 +215,7 @@ def _auto_round(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_other_layers(quantization: Fields, data_type: str) -> None:
-    """Refuse layers whose number type differs from the rest's, as the tensors look alike."""
+    """Refuse layers whose number type differs from the default, as their tensors look alike."""
     if not quantization.has("extra_config"):
         return
     others = quantization.child("extra_config")
@@ -254,7 +256,7 @@ def _modelopt(quantization: Fields) -> QuantizationConfig | None:
 
 
 def _check_kv_of_modelopt(quantization: Fields) -> None:
-    """Check the KV cache's format; its scales, one per layer, are among the weights."""
+    """Check the KV cache's format; its scales, one per layer, are stored with the weights."""
     name = "kv_cache_quant_algo"
     if quantization.has(name) and quantization.text(name).upper() != "FP8":
         raise quantization.wrong(
@@ -268,7 +270,8 @@ def _check_kv_of_modelopt(quantization: Fields) -> None:
             )
 
 
-# Algorithm -> whether inputs are rounded to the weights' type, in which kernels then multiply.
+# Algorithm -> whether inputs are also rounded to the weights' dtype, in which kernels then
+# multiply.
 _MODELOPT = {
     "FP8": True,
     "FP8_PER_CHANNEL_PER_TOKEN": True,

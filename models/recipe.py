@@ -14,7 +14,7 @@ from enum import Enum, auto
 from baton.kv.layers import LatentKV, PagedKV, StateArray, StateKV
 from models.rope_config import RopeConfig
 
-# A matrix: outputs, inputs.
+# A matrix: (outputs, inputs).
 Matrix = tuple[int, int]
 # Activation of experts and MLPs without gates.
 RELU2 = "relu2"
@@ -29,20 +29,20 @@ class NormWeight(Enum):
 
 
 class Part:
-    """A part of a layer; ``hidden_size`` is the size of the residual stream."""
+    """A part of a layer; ``hidden_size`` is the width of the residual stream."""
 
     __slots__ = ()
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that all tokens use and that a weight format may round."""
+        """List the matrices that all tokens use and that may be quantized."""
         raise NotImplementedError
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that no weight format rounds."""
+        """List the matrices that are never quantized."""
         return []
 
     def expert_matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that only some tokens use."""
+        """List the matrices that only some tokens use (experts)."""
         return []
 
 
@@ -58,9 +58,9 @@ class AttentionSpec(Part):
         output_bias: whether the output projection has a bias.
         qk_norm: whether queries and keys have an RMSNorm, before the rotation.
         qk_norm_of_all_heads: whether a norm spans all heads of a token.
-        norm_weight: kind of the norms' weights.
+        norm_weight: how the norms' weights are applied.
         scale: factor of dot products; None: ``head_dim ** -0.5``.
-        soft_cap: cap of the scores, see ``AttentionBackend.run``; None: no cap.
+        soft_cap: soft cap of the attention scores, see ``AttentionBackend.run``; None: no cap.
         sinks: whether each head has a learned sink.
         output_gate: whether each result is scaled by a sigmoid of a projection of the input.
         stored_joined: whether checkpoints have query, key and value joined.
@@ -94,7 +94,7 @@ class AttentionSpec(Part):
 
     @property
     def attended_flops(self) -> int:
-        """Count the operations per pair of a token and another that it attends to."""
+        """Return the operations per pair of a token and a token that it attends to."""
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -109,11 +109,11 @@ class LatentSpec(Part):
     """Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Attributes:
-        num_heads: number of heads; one latent makes all heads' keys and values.
+        num_heads: number of heads, whose keys and values come from one latent.
         q_lora_rank: rank of the queries' low-rank projection; None: a single projection.
         kv_lora_rank: size of a token's latent.
         qk_nope_head_dim: size of the part of query and key heads that is not rotated.
-        qk_rope_head_dim: size of the rotated part, which is the same in all key heads.
+        qk_rope_head_dim: size of the rotated part, which all key heads share.
         v_head_dim: size of a value head.
         rope_interleave: whether RoPE rotates adjacent pairs instead of halves.
         scale: factor of the dot products.
@@ -132,7 +132,7 @@ class LatentSpec(Part):
 
     @property
     def width(self) -> int:
-        """Count the numbers that a layer stores per token."""
+        """Return the number of elements that a layer stores per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -153,7 +153,7 @@ class LatentSpec(Part):
         return [*queries, (self.width, hidden_size), (hidden_size, output)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.exact_matrices`: the matrix that turns latents into keys and values."""
+        """Implement `Part.exact_matrices`: the projection of latents to keys and values."""
         size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [(size, self.kv_lora_rank)]
 
@@ -187,7 +187,7 @@ class Mamba2Spec(Part):
 
     @property
     def num_channels(self) -> int:
-        """Count the convolution's channels."""
+        """Return the convolution's number of channels."""
         return self.inner_size + 2 * self.num_groups * self.state_dim
 
     @property
@@ -225,7 +225,7 @@ class DeltaNetSpec(Part):
 
     @property
     def num_channels(self) -> int:
-        """Count the convolution's channels."""
+        """Return the convolution's number of channels."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
@@ -248,7 +248,7 @@ class ShortConvSpec(Part):
 
     Attributes:
         num_channels: size of input, output and residual stream.
-        kernel_size: inputs that a token sees, its own included.
+        kernel_size: number of inputs that a result depends on, the token's own included.
         bias: whether convolution and projections have biases.
     """
 
@@ -271,7 +271,7 @@ class MlpSpec(Part):
     """A feed-forward part that all tokens go through.
 
     Attributes:
-        inner_size: size of the middle.
+        inner_size: intermediate size.
         bias: whether the projections have biases.
         activation: ``silu``, ``gelu_tanh`` or ``gelu`` for gates; ``relu2`` without gates.
         stored_joined: whether checkpoints have gate and up projections joined.
@@ -293,16 +293,17 @@ class ExpertsSpec(Part):
 
     Attributes:
         num_experts: number of experts.
-        inner_size: size of each expert's middle, after gating.
+        inner_size: intermediate size of each expert, after gating.
         top_k: experts per token.
         scoring: function of a router's logits, see ``baton_kernels.routing.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
         scale: factor of the experts' weights.
-        num_groups: groups of experts; if more than one, groups are chosen first.
+        num_groups: number of groups of experts; if more than one, groups are chosen before experts.
         top_groups: number of groups from which a token's experts are chosen.
-        group_best: number of best experts whose scores sum to a group's score.
-        has_bias: whether checkpoints have a bias per expert, added to scores only for the choice.
-        shared_size: size of the shared experts' middle, after gating; 0: none.
+        group_best: a group's score is the sum of this many best scores of its experts.
+        has_bias: whether checkpoints have a bias per expert, added to scores for choosing experts,
+            but not for weighting them.
+        shared_size: intermediate size of the shared experts, after gating; 0: no shared experts.
         shared_bias: whether shared experts without gates have biases.
         has_shared_gate: whether a logit per token scales the shared experts' result.
         activation: the experts' activation, see ``baton_kernels.experts``.
@@ -349,7 +350,7 @@ class ExpertsSpec(Part):
 
 
 def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Matrix]:
-    """List the two linear layers of an MLP; empty if its middle has size 0."""
+    """List the two linear layers of an MLP; empty if its intermediate size is 0."""
     if not inner_size:
         return []
     num_first = 1 if activation == RELU2 else 2
@@ -382,9 +383,9 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The names that a layer's norms have in checkpoints, by place; None: no norm.
+    """Checkpoint names of a layer's norms, by place; None: no norm.
 
-    A norm after a part is applied to the part's result, before the addition to the stream.
+    A norm after a part is applied to the part's result, before the addition to the residual stream.
     """
 
     before_mixer: str | None = "input_layernorm"
@@ -400,7 +401,7 @@ class Recipe:
     Attributes:
         layers: the layers, in order.
         ropes: the rotations that layers choose from.
-        norms: the places of a layer's norms.
+        norms: names of a layer's norms, by place.
         norm_weight: kind of weight of all norms outside of mixers.
         embedding_scale: factor of the embeddings, rounded to their dtype.
         residual_scale: factor of each part's result before it is added to the stream.
@@ -424,7 +425,7 @@ class Recipe:
     ignored: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """Return the name in checkpoints of the built module's parameter ``name``."""
+        """Return a parameter's name in checkpoints; ``name`` is its name in the built module."""
         words = name.split(".", 3)
         if len(words) > 3 and words[1] == "layers" and int(words[2]) < len(self.layers):
             for ours, theirs in self.layers[int(words[2])].stored_names.items():

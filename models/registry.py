@@ -1,4 +1,4 @@
-"""The table of supported architectures: the name in config.json -> the family's description.
+"""The table of supported architectures: name in config.json -> family.
 
 Refuses to know: torch, the content of families, which are imported when needed.
 """

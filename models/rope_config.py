@@ -1,4 +1,4 @@
-"""The rotary position embedding in config.json, in either of transformers' two dialects.
+"""The rotary position embedding in config.json, in the formats of transformers 4 and 5.
 
 Transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``.
 Defaults and precedence follow ``transformers.modeling_rope_utils``.
@@ -21,7 +21,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One model's rotary embedding. Fields that the type does not use have their default.
+    """One model's rotary embedding; fields that its type does not use have defaults.
 
     In Hugging Face, the frequencies of ``dynamic`` and ``longrope`` depend on the sequence's
     current length, so early keys are rotated differently from later ones. Paged blocks outlive a
@@ -37,7 +37,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
     original_max_position_embeddings: int | None = None
-    attention_factor: float = 1.0  # factor of cos and sin
+    attention_factor: float = 1.0  # factor of cosines and sines
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -47,18 +47,18 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     use_long_factors: bool = False
     max_len: int | None = None  # most positions with correct results; None: no such limit
-    # Axis (0: frames, 1: rows, 2: columns) whose position turns each pair; empty: one axis.
+    # Axis (0: frame, 1: row, 2: column) whose position rotates each pair; empty: one axis.
     axes: tuple[int, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Count the dims of a head that have a frequency."""
+        """Return the number of a head's dims that are rotated."""
         whole = self.rope_type == "proportional"  # these frequencies cover all dims
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True, slots=True)
 class AxesRule:
-    """The rule by which rotary pairs turn with one of three positions (Qwen2-VL's M-RoPE).
+    """The rule that assigns each rotary pair to one of three axes (Qwen2-VL's M-RoPE).
 
     ::
 
@@ -66,7 +66,7 @@ class AxesRule:
         interleaved          | 0 1 2 0 1 2 1 2 |      as far as a section goes, else axis 0
 
     Attributes:
-        sections: default number of pairs of each axis.
+        sections: default number of rotary pairs per axis.
         interleaved: whether axes alternate (Qwen3-VL).
     """
 
@@ -112,18 +112,18 @@ def parse_ropes(
         head_dim: size of one attention head.
         max_position_embeddings: value of config.json.
         max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
-        by_layer_type: whether layers with a window may have a rotary embedding of their own.
-        partial: whether only a part of a head may be rotated.
-        turning: default of the rotated share of a head.
+        by_layer_type: whether layers with a window may have a separate rotary embedding.
+        partial: whether the file may limit rotation to a part of each head.
+        turning: default fraction of a head's dims that is rotated.
 
     Returns:
         The embedding of all layers, or of layers with full attention; and the embedding of layers
-        with a window, if they have their own.
+        with a window, if separate, else None.
 
     Raises:
         ModelLoadError: an unknown type, or a field missing or out of range.
     """
-    # If a file has both, the older name is used, as in transformers.
+    # If a file has both names, the older name takes precedence, as in transformers.
     older, newer = (
         fields.child(name) if fields.get(name) else Fields({}, "")
         for name in ("rope_scaling", "rope_parameters")
@@ -261,7 +261,7 @@ def _longrope(
     """Read LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the default factor."""
     original = common.original_max_position_embeddings
     assert original is not None
-    if original < 2:  # its logarithm is a divisor
+    if original < 2:  # at least this much, as its logarithm is a divisor
         raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")

@@ -1,7 +1,6 @@
-"""Work of a model's steps, by its configuration: FLOPs, and bytes of weights and KV.
+"""Estimates a step's FLOPs and bytes of weights and KV, from the model's configuration.
 
-Estimates: only matrix products are counted.
-Refuses to know: tensors (this imports no torch), steps, devices.
+Only matrix products are counted. Refuses to know: tensors (this imports no torch), steps, devices.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ class ModelWork:
     Attributes:
         token_flops: operations per token that do not depend on earlier tokens.
         head_flops: operations per token whose logits are computed.
-        attended_flops: a layer's operations per pair of an attending and an attended token.
-        attended_bytes: bytes of KV that a layer reads per pair of an attending and an attended
-            token.
+        attended_flops: a layer's operations per (token, attended token) pair.
+        attended_bytes: bytes of KV that a layer reads per (token, attended token) pair.
         weight_bytes: size of the weights that every step reads.
         expert_bytes: size of all layers' experts, of which a step reads only some.
-        num_experts, top_k: experts of a layer, and number that a token chooses; 0: no experts.
+        num_experts, top_k: number of experts of a layer, and number of experts per token; 0: no
+            experts.
     """
 
     token_flops: float
@@ -49,7 +48,7 @@ class ModelWork:
 def model_work(
     config: ModelConfig, *, dtype: str, weights: str = "auto", kv_cache_dtype: str = "auto"
 ) -> ModelWork:
-    """Compute the work of a model.
+    """Compute a model's FLOPs and bytes per token and per step.
 
     Args:
         dtype: type of the computation.
@@ -67,7 +66,7 @@ def model_work(
     head = config.vocab_size * config.hidden_size
     weight_bytes = float(needs.weights[weights])
     expert_bytes = weight_bytes * experts / max(dense + experts + head, 1)
-    if not config.tie_word_embeddings:  # a step reads only few rows of an untied embedding
+    if not config.tie_word_embeddings:  # a step reads only a few rows of an untied embedding
         weight_bytes -= weight_bytes * head / max(dense + experts + 2 * head, 1)
     return ModelWork(
         token_flops=2.0 * (dense + share * experts),
@@ -82,5 +81,5 @@ def model_work(
 
 
 def _size(matrices: Mapping[Matrix, int]) -> int:
-    """Count the numbers in matrices, given each matrix's count."""
+    """Return the total number of elements of these matrices, each with its count."""
     return sum(number * outputs * inputs for (outputs, inputs), number in matrices.items())

@@ -3,9 +3,9 @@
     command -> adapter in memory? -> start
                  `-- no -> read and pack it on another thread -> wait for a slot -> load -> start
 
-Adapters come in the order in which they were first asked for, so none waits for ever: once one has
-waited long for a slot, commands of unpinned adapters queue behind it. Used on the engine's thread.
-Refuses to know: how commands are computed, names of adapters.
+Adapters are loaded in the order in which they were first requested. Once an adapter has waited long
+for a slot, commands of unpinned adapters queue behind it, so that no adapter waits for ever. Used
+on the engine's thread. Refuses to know: how commands are computed, names of adapters.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-# A command waits this long for its adapter; then another node may be quicker.
+# Seconds that a command waits for its adapter; then another node may be quicker.
 LOAD_TIMEOUT_S = 45.0
 # Once an adapter has waited this long for a slot, no command overtakes it to use another slot.
 PATIENCE_S = 1.0
-# Niceness of a reading that gives way: it gets a sixteenth of a core that steps use all the time.
+# Niceness of a thread that reads with low priority: it gets a sixteenth of a core that steps always
+# use.
 NICENESS = 12
 _FADING = 0.5  # weight of a new value in the running average
 
@@ -62,12 +63,13 @@ class Failure:
 
 @dataclass(slots=True)
 class _Load:
-    """An adapter on its way into memory.
+    """An adapter that is being read into memory.
 
     Attributes:
-        reading: its files being read, and the seconds that took; None: not begun, or not needed.
-        read_at: when its numbers were found read; None before.
-        problem: why it has no slot yet.
+        reading: the reading of its files, with the seconds that it took; None: not begun, or not
+            needed.
+        read_at: when its files were found to be read; None before.
+        problem: why the adapter has no slot yet.
         commands: waiting commands, each with the time of its arrival.
     """
 
@@ -78,17 +80,17 @@ class _Load:
 
 
 class AdapterQueue:
-    """Hold commands until their adapters are in memory.
+    """Holds commands until their adapters are in memory.
 
     Args:
         engine: computes with the adapters.
         root: folder below which adapters' folders must lie; None: there are no folders.
         wake: wakes the engine's thread; safe from any thread.
         clock: returns seconds, never going back.
-        gives_way: whether steps take precedence over reading, where both want one core.
+        gives_way: whether steps take precedence over reading if both need the same core.
 
     Attributes:
-        load_s: how long it took lately to read and load an adapter; 0: unknown.
+        load_s: seconds that reading and loading an adapter took lately; 0: unknown.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class AdapterQueue:
         self.load_s = 0.0
         self._table, self._root, self._wake, self._clock = engine.adapters, root, wake, clock
         self._gives_way = gives_way
-        self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # the oldest first
+        self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # oldest first
 
     @property
     def num_waiting(self) -> int:
@@ -111,9 +113,9 @@ class AdapterQueue:
         return sum(len(load.commands) for load in list(self._loads.values()))
 
     def admit(self, command: JobCommand, received_at: float) -> bool:
-        """Return whether a command may start now; otherwise it waits here.
+        """Return whether a command may start now; otherwise, the command waits here.
 
-        Raises AdapterMissingError if its adapter is not here and cannot be loaded.
+        Raises AdapterMissingError if the command's adapter is not in memory and cannot be loaded.
         """
         digest = command.adapter
         if not digest:
@@ -134,14 +136,14 @@ class AdapterQueue:
     def take_ready(self) -> Iterator[tuple[float, JobCommand] | Failure]:
         """Load what can be loaded now; yield commands to start, with their arrival, and failures.
 
-        Start a command before the next one is asked for: its adapter has a slot, which the next
-        adapter could take.
+        The caller must start each command before it asks for the next: otherwise, the next adapter
+        could take the slot of the command's adapter.
         """
         if not self._loads:
             return
         yield from self._expire()
         for digest, load in list(self._loads.items()):
-            if not load.commands:  # all were cancelled
+            if not load.commands:  # all commands were cancelled
                 del self._loads[digest]
                 continue
             try:
@@ -162,7 +164,7 @@ class AdapterQueue:
         """Forget a waiting command.
 
         Args:
-            epoch: None: of any attempt.
+            epoch: the attempt; None: any attempt.
         """
         for load in self._loads.values():
             load.commands = [
@@ -201,7 +203,7 @@ class AdapterQueue:
     def _begin_reading(
         self, digest: AdapterDigest, source: str
     ) -> Future[tuple[ReadAdapter, float]]:
-        """Read and pack an adapter on a thread of its own: a disk may hang, and steps go on."""
+        """Read and pack an adapter on its own thread, as the disk may hang while steps continue."""
         self._check_source(digest, source)
         reading: Future[tuple[ReadAdapter, float]] = Future()
 
@@ -210,7 +212,7 @@ class AdapterQueue:
                 _be_nice()
             try:
                 reading.set_result(self._read(digest, source))
-            except BaseException as error:  # it is raised where the result is asked for
+            except BaseException as error:  # the error is raised where the result is read
                 reading.set_exception(error)
             self._wake()
 
@@ -230,7 +232,7 @@ class AdapterQueue:
         return adapter, self._clock() - began_at
 
     def _bring_in(self, digest: AdapterDigest, load: _Load) -> bool:
-        """Load an adapter if its numbers are read; return whether it is in memory.
+        """Load an adapter if its files are read; return whether it is in memory.
 
         Raises:
             AdapterError: its files are wrong, or it does not fit the model.
@@ -243,7 +245,7 @@ class AdapterQueue:
             problem = f"{shorten_digest(digest)}: all slots of this node have pinned adapters"
             raise AdapterMissingError(f"adapter: {problem}")
         if load.reading is None and not self._table.has_read(digest):
-            if not self._is_reading():  # one after the other, as each takes memory
+            if not self._is_reading():  # one after another, because each reading takes memory
                 load.reading = self._begin_reading(digest, load.commands[0][1].adapter_source)
             return False
         if load.reading is not None and not load.reading.done():
@@ -280,7 +282,7 @@ class AdapterQueue:
 
 
 def _be_nice() -> None:
-    """Let other threads take precedence over this one, on Linux, where threads differ in that."""
+    """Let other threads take precedence over this thread; possible only on Linux."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):

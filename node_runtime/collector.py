@@ -1,7 +1,7 @@
 """NodeCollector: a node's metrics for Prometheus, read at each scrape.
 
-Metrics cost steps no work. Only the ledger is taken on the engine's thread, between two steps; a
-node that is stuck in a step answers without a ledger. Refuses to know: peers, HTTP.
+Metrics take no time from steps. Only the ledger is read on the engine's thread, between two steps;
+a node that is stuck in a step answers without the ledger. Refuses to know: peers, HTTP.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from baton.telemetry.ledger import BlockOwner, Ledger
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 
-# Prometheus gives up after 10 s by default; no step of a healthy node takes this long.
+# Prometheus gives up after 10 s by default; no step of a healthy node takes as long as this
+# timeout.
 LEDGER_TIMEOUT_S = 2.0
 _Labels = Mapping[str, str]
 _NONE: _Labels = {}
 
 
 class MetricsSource(Protocol):
-    """Source of the numbers of a scrape; all methods are safe from any thread."""
+    """Where a scrape gets its numbers from; all methods are thread-safe."""
 
     def engine_metrics(self) -> EngineMetrics: ...
 
@@ -73,7 +74,7 @@ class NodeCollector(Collector):
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
-        return []  # registering a collector must not read the node
+        return []  # registering the collector must not read the node
 
     def collect(self) -> Iterator[Metric]:
         if self._vllm_names is not None:
@@ -289,7 +290,7 @@ class NodeCollector(Collector):
         """Return a histogram.
 
         Args:
-            bounds: upper limits of the buckets but the last.
+            bounds: upper limits of all buckets except the last.
             counts: number of values in each bucket.
             total: sum of all values.
         """
@@ -300,7 +301,7 @@ class NodeCollector(Collector):
         return family
 
     def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:
-        """Return our metrics under vLLM's names."""
+        """Return Baton's metrics under vLLM's names."""
         engine = self._source.engine_metrics()
         used = 1 - engine.blocks_free / max(engine.blocks, 1)
         gauge, counter = self._gauge, self._counter

@@ -1,4 +1,4 @@
-"""Early grammars: loads and forks what grammars need before the node has threads. No torch."""
+"""Early grammars: loads and forks what grammars need before the node starts threads. No torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _load(path: Path, eos_token_ids: frozenset[int]) -> LLTokenizer:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Log errors at debug level, because loading the model will report them again."""
+    """Log errors only at debug level, because loading the model will report them again."""
     try:
         yield
     except (BatonError, OSError) as error:

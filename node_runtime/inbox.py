@@ -43,19 +43,19 @@ class CommandHandler(Protocol[HandledJob]):
     """The part of a node that handles commands, on the node's thread."""
 
     def start_job(self, command: HandledJob, received_at: float) -> None:
-        """Start a prefill or decode command; ends a running job of the same request."""
+        """Start a prefill or decode command, after ending a running job of the same request."""
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End this attempt of a request, if it is open."""
+        """End this attempt of a request if it is open."""
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests that the abort concerns."""
+        """End all requests to which the abort applies."""
 
     def connect_peer(self, peer: PeerInfo) -> None:
         """Connect to a node of the other role; raises TransferError."""
 
     def remove_peer(self, engine_id: str) -> None:
-        """Forget a node of the other role that has gone."""
+        """Forget a departed node of the other role."""
 
 
 class Inbox(Generic[Job]):
@@ -74,7 +74,7 @@ class Inbox(Generic[Job]):
         self._expire_at = 0.0
 
     def put(self, command: RouterCommand | AbortAll) -> None:
-        """Leave a command for the next step; safe from any thread."""
+        """Queue a command for the next step; thread-safe."""
         self._commands.append((self._clock(), command))
 
     def __len__(self) -> int:
@@ -130,7 +130,10 @@ class Inbox(Generic[Job]):
             outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
 
     def is_expiry_due(self, now: float) -> bool:
-        """Return whether to check for expired requests now; a True starts the next interval."""
+        """Return whether to check for expired requests now.
+
+        Returning True starts the next interval.
+        """
         if now < self._expire_at:
             return False
         self._expire_at = now + EXPIRY_INTERVAL_S
@@ -138,10 +141,10 @@ class Inbox(Generic[Job]):
 
 
 class Outbox:
-    """Deltas that wait for the end of a step, and reports that do not wait.
+    """Deltas that are sent at the end of a step, and reports that are sent at once.
 
     Args:
-        emit: takes events for the router; called on the node's thread.
+        emit: sends events to the router; called on the node's thread.
     """
 
     def __init__(self, emit: Callable[[NodeEvent], None]) -> None:
@@ -174,9 +177,9 @@ class Outbox:
 def is_busy(engine: Engine, scheduled: SchedulerOutput, result: StepResult) -> bool:
     """Return whether to step again at once.
 
-    A step helps requests that wait for blocks only after another step has ended, so `has_work` is
-    not asked.
+    Requests that wait for blocks can continue only after another step has ended, so `has_work` is
+    not used.
     """
     has_ended = bool(result.scheduled.scheduled)
     busy = scheduled.scheduled or has_ended or engine.step_in_flight
-    return bool(busy or engine.awaits_masks)  # threads that compute masks wake no node
+    return bool(busy or engine.awaits_masks)  # threads that compute masks do not wake the node

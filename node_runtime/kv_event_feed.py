@@ -2,8 +2,8 @@
 
     take_events() of many steps -> their net effect -> KVCacheEvents with a sequence number
 
-The feed starts when a router first asks. All routers get the same messages; a snapshot that one
-router asked for does not harm the others. Refuses to know: links, receivers.
+The feed starts when a router first asks for a snapshot. All routers get the same messages; another
+router's snapshot does no harm. Refuses to know: links, receivers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.kv.block_hash import BlockHash, ShortHash, shorten
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 
-# Often enough for good placement, and no burden on a busy node.
+# Seconds between messages: often enough for good placement, and no burden on a busy node.
 FLUSH_INTERVAL_S = 0.01
 MAX_HASHES_PER_MESSAGE = 2**16  # 512 KiB
 
@@ -30,7 +30,7 @@ class KVEventSource(Protocol):
 
 
 class KVEventFeed:
-    """Sends prefix cache events; only `request_snapshot` is safe from any thread.
+    """Sends prefix cache events. Only `request_snapshot` is thread-safe.
 
     Args:
         source: the prefix cache.
@@ -59,7 +59,7 @@ class KVEventFeed:
     def after_step(self, *, busy: bool) -> None:
         """Send pending changes; while busy, at most once per `FLUSH_INTERVAL_S`.
 
-        Call only after a step: by then cached blocks are full and committed.
+        Call this only after a step, when cached blocks are full and committed.
         """
         if self._snapshot_wanted:
             self._snapshot_wanted = False

@@ -30,9 +30,9 @@ class NodeParts:
     Attributes:
         digests: checks arriving blocks; None: blocks are not checked.
         wake: wakes the engine's thread; safe from any thread.
-        emit: takes events for the router.
+        emit: sends events to the router.
         on_death: called when the connector cannot continue.
-        spans: takes spans of traced requests; None: no tracing.
+        spans: receives the spans of traced requests; None: no tracing.
         adapters: holds commands until their adapters are in memory.
     """
 
@@ -59,7 +59,7 @@ def make_threads(
     Args:
         options: options of the program.
         make_node: makes the role's loop and its end of the KV connector, which it also starts.
-        emit: takes events for the router; safe to call from any thread.
+        emit: sends events to the router; safe to call from any thread.
         on_death: called when the engine or the connector cannot continue.
         grammars: grammar parts made before any thread started; None: made later.
 
@@ -88,7 +88,8 @@ def make_threads(
 
     def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnd]:
         transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
-        # A prompt waits for the prefill node's load; on a decode node, others wait for each step.
+        # A prompt on a prefill node waits for the adapter, so reading has priority there. On a
+        # decode node, other requests wait for each step, so steps have priority.
         gives_way = role is NodeRole.DECODE
         adapters = AdapterQueue(loaded.engine, adapter_root, wake, gives_way=gives_way)
         return make_node(

@@ -14,10 +14,11 @@ from engine.engine import Engine
 def new_request(
     engine: Engine, command: PrefillCommand | DecodeCommand, max_tokens: int | None = None
 ) -> Request:
-    """Check a command and make its request.
+    """Check a command, and make the engine's request for it.
 
     Args:
-        max_tokens: upper limit of new tokens besides the command's; prefill nodes give 1.
+        max_tokens: upper limit of new tokens, in addition to the command's own limit; prefill nodes
+            give 1.
 
     Raises InvalidRequestError.
     """

@@ -1,6 +1,6 @@
 """NodeAdapters: loads and unloads the LoRA adapters of a node, between two steps of its engine.
 
-Another thread reads, checks and packs files while the engine goes on. Nodes know adapters by
+Another thread reads, checks and packs files while the engine continues. Nodes know adapters by
 digest; only the router knows their names.
 """
 
@@ -51,13 +51,14 @@ class NodeAdapters:
     async def load(
         self, digest: AdapterDigest, source: str, *, pinned: bool
     ) -> admin_pb2.AdaptersDescription:
-        """Load an adapter, from its files unless they were read before; return all adapters.
+        """Load an adapter, from its files unless they were read before; return all loaded adapters.
 
-        If every slot is in use, only the adapter's numbers are kept: its requests wait for a slot.
+        If every slot is in use, the packed adapter is kept in host memory, and its requests wait
+        for a slot.
 
         Args:
             digest: the adapter's digest, which the files must have.
-            source: where the adapter lies; see `find_named`.
+            source: where the adapter's files are; see `find_named`.
 
         Raises:
             InvalidRequestError: the digest, the path or a file is wrong.
@@ -105,7 +106,7 @@ class NodeAdapters:
     async def _ask(self, function: Callable[[], T]) -> T:
         """Call a function between two steps and return its result.
 
-        Raises InvalidRequestError in place of ConfigError, because the node runs on.
+        Raises InvalidRequestError in place of ConfigError, because the node continues.
         """
         try:
             return await self._ask_engine(function)

@@ -28,7 +28,7 @@ _CHANGES = ("flush_cache", "set_log_level", "profile", "load_adapter", "unload_a
 
 
 class AskedNode(Protocol):
-    """The part of a node that this file needs; see `NodeProgram`."""
+    """The part of a node that operators' questions need; see `NodeProgram`."""
 
     def beat(self) -> NodeBeat: ...
     def requests(self) -> Iterable[RequestView]: ...
@@ -37,7 +37,7 @@ class AskedNode(Protocol):
 
 
 class ChangedAdapters(Protocol):
-    """Loads and unloads a node's adapters; see `NodeAdapters`. Each call returns all of them."""
+    """Loads and unloads a node's adapters; see `NodeAdapters`. Each method returns all adapters."""
 
     async def load(
         self, digest: str, source: str, *, pinned: bool
@@ -53,13 +53,13 @@ class ChangedWeights(Protocol):
 
 
 class NodeAdmin:
-    """Answer `NodeAdminRequest`s.
+    """Answers `NodeAdminRequest` messages.
 
     Args:
         num_blocks: the node's number of KV blocks.
         access: logs operators' requests.
-        adapters: the node's adapters; None: it has none.
-        weights: the node's weights; None: it has none.
+        adapters: the node's adapters; None: the node computes no adapters.
+        weights: the node's weights; None: the node has no weights.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class NodeAdmin:
 
 
 def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
-    """Return the ledger in small messages, because one of megabytes would block all threads."""
+    """Return the ledger in small messages: one large message would block all threads."""
     return [
         admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
         for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)

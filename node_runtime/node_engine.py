@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """Times of the steps that were computed before any request.
+    """Times of the steps that the node computed before its first request.
 
     Attributes:
         step_times: prompt tokens and seconds of measured steps; see `StepTime`.
@@ -47,9 +47,9 @@ class LoadedEngine:
     Attributes:
         engine_id: unique id of this start of the process.
         compatibility: entries that must be equal on two nodes of a pair.
-        prefix_hash: algorithm of the block hashes; empty: no prefix cache.
+        prefix_hash: algorithm of the block hashes; empty: the engine has no prefix cache.
         loads_adapters: whether the node can load the adapters of its commands.
-        weights: the engine's weights; None: it has none, as in simulated nodes.
+        weights: the engine's weights; None: no weights, as in simulated nodes.
     """
 
     engine: Engine
@@ -60,7 +60,7 @@ class LoadedEngine:
     weights: ServedWeights | None = None
 
     def renamed(self) -> LoadedEngine:
-        """Return this engine with the properties that its present weights give it."""
+        """Return this engine with the identity that its present weights give it."""
         return replace(self, compatibility={**self.compatibility, **self.engine.compatibility})
 
     def registration(
@@ -111,7 +111,7 @@ def load_engine(
     """Load a model for a node.
 
     Args:
-        grammars: grammar parts made before any thread started; None: none.
+        grammars: grammar parts made before any thread started; None: they are made later.
         loads_adapters: whether the node can load the adapters of its commands.
 
     Raises:
@@ -164,7 +164,7 @@ def load_adapters(engine: Engine, root: Path | None, sources: Sequence[str]) -> 
 
     Args:
         root: folder below which folders must lie; None: there are no folders.
-        sources: where the adapters lie; see `find_named`.
+        sources: where the adapters' files are; see `find_named`.
 
     Raises:
         ConfigError: a file is wrong, or an adapter does not fit the model.
@@ -179,7 +179,7 @@ def load_adapters(engine: Engine, root: Path | None, sources: Sequence[str]) -> 
 
 
 def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
-    """Compute the steps that would slow down the first requests; return measured times.
+    """Compute the steps that would slow down the first requests; return their measured times.
 
     Call this on the thread that will compute all steps: kernels' threads and their scratch memory
     belong to the calling thread.

@@ -49,23 +49,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Health checks fail once a thread has been in one round for this long.
+# Seconds in one round of a thread after which health checks fail.
 STALLED_S = 10.0
 
 
 class NodeProgram(Protocol):
-    """The part of a node that this file needs, callable from any thread."""
+    """The part of a node that its program needs; all methods are thread-safe."""
 
     @property
     def adapters(self) -> ChangedAdapters | None:
-        """Return the part that loads and unloads adapters; None: the node computes none."""
+        """Return the part that loads and unloads adapters; None: the node computes no adapters."""
 
     @property
     def weights(self) -> EngineWeights | None:
         """Return the part that changes weights; None: the node has none."""
 
     def compute_first_steps(self) -> Future[None]:
-        """Compute steps before requests come, on the thread that will compute all steps.
+        """Compute steps before any request, on the thread that will compute all steps.
 
         Call once, before `registration`, which reports the measured times.
         """
@@ -74,14 +74,14 @@ class NodeProgram(Protocol):
         """Return the node's registration, given the address of its own server."""
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
-        """Take a command and wake the engine's thread."""
+        """Queue a command, and wake the engine's thread."""
 
     def beat(self) -> NodeBeat: ...
 
     def requests(self) -> Iterable[RequestView]: ...
 
     def ledger(self) -> Future[Ledger]:
-        """Return which requests hold which blocks, at a moment between two steps."""
+        """Return which requests hold which blocks, read between two steps."""
 
     def flush_prefix_cache(self) -> Future[int]:
         """Forget all cached prefixes between two steps; return their number."""
@@ -90,7 +90,7 @@ class NodeProgram(Protocol):
         """Return the rounds of the node's threads, by thread name."""
 
     def dump(self, error: Exception) -> None:
-        """Write the engine's state to a file; needs no answer from the engine's thread."""
+        """Write the engine's state to a file; works even if the engine's thread is stuck."""
 
     def collector(self) -> Collector:
         """Return the collector for the node's metrics page."""
@@ -120,9 +120,9 @@ async def run_node_program(
         make_node: loads the model and starts the node's threads. Its arguments: a function for
             events, and a function to call when the engine dies. Called before the node registers.
         routers: ``host:port`` of each router to join.
-        listen: ``host:port`` of the node's own server; port 0: any free one.
-        join_timeout_s: how long to wait for a router that does not answer.
-        drain_timeout_s: time for open requests to end when the node is told to stop.
+        listen: ``host:port`` of the node's own server; port 0: any free port.
+        join_timeout_s: seconds to wait for a router that does not answer.
+        drain_timeout_s: seconds that open requests have to end when the node is told to stop.
         ready_with_peer: whether health checks succeed only while a peer is connected.
         engine_timeout_s: the process ends itself if a thread stays in one round for this long; 0:
             never.
@@ -151,14 +151,14 @@ async def run_node_program(
         loop.call_soon_threadsafe(_emit_to, links, event)
 
     def on_death(error: Exception) -> None:
-        end_within(END_AFTER_DEATH_S)  # even if something below hangs or fails
+        end_within(END_AFTER_DEATH_S)  # runs even if something below hangs or fails
         death.append(error)
-        with contextlib.suppress(RuntimeError):  # loop closed: the process is ending
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             loop.call_soon_threadsafe(stopping.set)
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping, death)
     await _compute_first_steps(node)
-    # Health and reflection only: operators' questions come over the links.
+    # Only health and reflection: operators' questions arrive over the links.
     server = RpcServer(
         [],
         lambda grpc_server: None,
@@ -218,10 +218,10 @@ def _make_admin(
     drain: Drain,
     links: Sequence[RouterLinks],
 ) -> NodeAdmin:
-    """Return what answers operators; ``links`` may be empty until they ask."""
+    """Return the object that answers operators; ``links`` may still be empty."""
     changes = None
     if node.weights is not None:
-        register = functools.partial(node.registration, "")  # links know the address
+        register = functools.partial(node.registration, "")  # the links know the address
         changes = WeightsAdmin(node.weights, drain, lambda: links[0], register)
     return NodeAdmin(node, node.registration("").num_blocks, access, node.adapters, changes)
 
@@ -270,7 +270,7 @@ async def _drained(
 
 
 def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
-    """Return how the node's listeners are protected; this limits where they may listen."""
+    """Return how the node's listeners are protected, which limits the addresses they may use."""
     return Exposure(
         authentication="--tls-ca or --api-keys-file",
         is_authenticated=not access.is_open,
@@ -284,10 +284,11 @@ async def _make_or_stop(
 ) -> NodeProgram:
     """Load the node in a thread that ends before this returns.
 
-    A living thread that has called a kernel keeps a team of threads, and torch's OpenMP counts
-    them too: with more threads than cores, torch's threads sleep at every barrier.
+    A living thread that has called a kernel keeps a team of OpenMP threads, which torch's OpenMP
+    also counts. With more threads than cores, torch's threads sleep at every barrier. So the
+    loading thread must end.
 
-    A stop signal or a death meanwhile ends the process, because loading cannot be interrupted.
+    A stop signal or a death during loading ends the process, because loading cannot be interrupted.
     """
     loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
     making = asyncio.get_running_loop().run_in_executor(loader, make)
@@ -306,14 +307,14 @@ async def _make_or_stop(
 
 
 async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
-    """Wait for an operator's stop through a router, and then for the drain."""
+    """Wait until an operator stops the node through a router, and then until it has drained."""
     await leaving.wait()
     logger.info("told to leave by an operator; stops when no request is open")
     await drain.drained.wait()
 
 
 class _Serving:
-    """Compute health: joined to a router, no thread stalled, a peer connected if required."""
+    """Computes health: joined to a router, no thread stalled, a peer connected if required."""
 
     def __init__(self, tell: Callable[[bool], Awaitable[None]], *, needs_peer: bool) -> None:
         self._tell = tell
@@ -342,7 +343,7 @@ class _Serving:
 
 
 def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
-    """End a process whose shutdown a stalled thread would block, after writing dumps."""
+    """Write dumps and end the process if a stalled thread would block its shutdown."""
     end_within(END_AFTER_DEATH_S)  # the dump may hang too
     error = EngineDeadError(
         f"the {watch.stalled_thread} thread has been in one round for {watch.stalled_s:g} s"
@@ -354,7 +355,7 @@ def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
 
 
 def _with_rounds(beat: NodeBeat, watch: RoundWatch) -> NodeBeat:
-    """Return the beat with the number of rounds and the stalled thread."""
+    """Return the beat with the number of rounds and the name of the stalled thread."""
     return dataclasses.replace(
         beat,
         num_rounds=watch.num_rounds,

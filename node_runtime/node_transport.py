@@ -31,7 +31,7 @@ def open_transport(
     Args:
         options: options of the node.
         loaded: the engine whose memory peers access.
-        faults: faults to inject; None: none.
+        faults: faults to inject; None: no faults.
         kv_digests: whether blocks are checked by digests.
     """
     memory, engine_id = loaded.engine.kv_memory, loaded.engine_id

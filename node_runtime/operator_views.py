@@ -1,4 +1,4 @@
-"""Describes a node to operators: its open requests, and the ledger of who holds which blocks.
+"""Describes a node to operators: its open requests, and the ledger of block owners.
 
 Refuses to know: peers, transfers.
 """
@@ -21,8 +21,8 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     Call this on the engine's thread, between two steps.
 
     Args:
-        held: blocks held by owners other than the engine's requests. A GRANT also stands for its
-            request, which has the same blocks.
+        held: blocks held by owners other than the engine's requests. A GRANT also represents its
+            request, which holds the same blocks.
     """
     others = list(held)
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
@@ -34,7 +34,7 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     if engine.step_in_flight and engine.last_scheduled is not None:
         scheduled = (item.request for item in engine.last_scheduled.scheduled)
         own += [_hold(r, BlockOwner.STEP) for r in scheduled if r.status.is_finished]
-    # A null block occurs in many block tables, but is held only once.
+    # A null block occurs in many block tables, but is counted only once.
     null_blocks = tuple(range(engine.kv_memory.spec.num_null_blocks))
     holdings = [BlockHolding(owner=BlockOwner.NULL_BLOCK, block_ids=null_blocks)]
     for holding in [*own, *others]:
@@ -62,7 +62,7 @@ def view_request(request: Request, transfer_state: str, age_s: float) -> Request
 
 
 def ids_of(command: PrefillCommand | DecodeCommand) -> dict[str, str | None]:
-    """Return the ids that make log lines about a request searchable."""
+    """Return the ids to log about a command, so that a request's log lines can be found."""
     trace = command.trace
     trace_id = trace.trace_id.hex() if trace is not None else None
     return {"request_id": command.request_id, "trace_id": trace_id}

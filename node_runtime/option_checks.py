@@ -42,7 +42,7 @@ def check_options(options: NodeOptions) -> None:
 
 
 def source_of(adapter: str) -> str:
-    """Return the source of ``[NAME=]SOURCE``; names are the router's."""
+    """Return the source of ``[NAME=]SOURCE``; only the router uses the name."""
     return adapter.partition("=")[2] or adapter
 
 
@@ -70,7 +70,7 @@ def _check_adapters(options: NodeOptions) -> None:
 def check_model(options: NodeOptions) -> None:
     """Raise ModelLoadError if the model is missing, ConfigError for an impossible length.
 
-    Fetches the model if this machine lacks it.
+    Downloads the model if it is not on this machine.
     """
     folder = find_model_folder(options.model)
     ModelConfig.from_folder(folder, max_model_len=options.engine.max_model_len)

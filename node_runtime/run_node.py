@@ -34,12 +34,12 @@ def run_node(
     """Run a node until it is told to stop; return the exit code.
 
     Args:
-        role: the node's role, used to make up a missing name.
-        load: imports the code that makes the node. Called late, because that imports torch, and in
-            a thread, because it may fetch the model.
-        grammars: grammar parts made before any thread started; None: none.
+        role: the node's role, from which a missing name is made.
+        load: imports the code that makes the node. Called late, because it imports torch, and in a
+            thread, because it may download the model.
+        grammars: grammar parts made before any thread started; None: they are made later.
     """
-    # Imported here, so that --help need not wait for it.
+    # Imported here, so that --help is fast.
     from baton.access.access import Access
     from baton.access.audit_log import AuditLog
     from node_runtime.node_program import run_node_program

@@ -60,7 +60,7 @@ class Node(Protocol):
 
 
 class ConnectorEnd(Protocol):
-    """The methods of a KV sender or receiver that are needed here."""
+    """The methods of a KV sender or receiver that a node's threads use."""
 
     def describe(self) -> bytes:
         """Return the peer info for nodes of the other role."""
@@ -82,13 +82,13 @@ class NodeThreads:
         loaded: the engine that the node steps.
         make_node: makes the node and its end of the KV connector, given a function that wakes
             the engine's thread.
-        emit: takes events for the router; called on the engine's thread.
+        emit: sends events to the router; called on the engine's thread.
         on_death: called when the engine cannot continue.
         pushes: whether the node sends a prompt's layers while it computes later layers.
         on_close: called when both threads have ended.
         adapter_root: folder below which adapters may be loaded; None: no adapter may be loaded.
         weights_root: folder below which new weights may be loaded; None: no weights may be loaded.
-        vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
+        vllm_model: model name in metrics with vLLM's names; empty: no metrics with these names.
         hang_at: injected fault: hang after this many busy rounds; 0: never.
         poison: injected fault: kill the process when it computes for a request whose id
             contains this text; empty: never.
@@ -192,13 +192,13 @@ class NodeThreads:
         return self._end.metrics()
 
     def _rename(self) -> None:
-        """Register from now on with the properties that other weights give the engine."""
+        """Register from now on with the identity that other weights give the engine."""
         self._loaded = self._loaded.renamed()
 
     def _step(self) -> bool:
-        self._loaded.engine.executor.check_health()  # a rank may also die between steps
+        self._loaded.engine.executor.check_health()  # a rank process may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            return False  # commands of a router that knows nothing of the drain wait
+            return False  # commands from a router that does not know of the drain wait
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:

@@ -1,4 +1,4 @@
-"""LayerTail: pushes a prompt's last blocks, some layers at a time, while later layers compute.
+"""LayerTail: pushes a prompt's last blocks, group by group of layers, while later layers compute.
 
 A tail is made before its step and called on the computing thread; the sender posts on another.
 """
@@ -23,8 +23,8 @@ class LayerTail:
         sender: takes the pushes.
         layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
             computed.
-        num_layers: number of the model's layers, if blocks can only be pushed whole, after the last
-            layer; None: each layer group of a block can be pushed by itself.
+        num_layers: number of the model's layers if blocks can be pushed only whole, after the last
+            layer; None: each layer group can be pushed by itself.
         fence: returns a function that tells whether a GPU has finished all work launched so far;
             see `KVMemory.fence`.
 
@@ -49,7 +49,7 @@ class LayerTail:
         self.num_groups_pushed = 0
 
     def add_push(self, push: BlockPush) -> None:
-        """Add blocks that the step completes to the pushes of this tail."""
+        """Add blocks that the step completes to this tail's pushes."""
         self._pushes.append(push)
 
     @property
@@ -58,7 +58,7 @@ class LayerTail:
         return self.num_groups_pushed == len(self._layer_groups)
 
     def after_layer(self, layer: int) -> None:
-        """Push the layer groups whose last layer is computed now."""
+        """Push the layer groups whose last layer has now been computed."""
         if self.is_complete or layer + 1 < self._ends[self.num_groups_pushed]:
             return
         is_computed = self._fence()
@@ -72,11 +72,11 @@ class LayerTail:
 
 
 class LayerTails:
-    """Make the tails of one node's steps.
+    """Makes the tails of one node's steps.
 
-    Blocks in `KVOrder.HEADS` cannot be cut by layers: they are sent whole, after the last layer and
-    before sampling. A model with several KV cache groups has no tail, because a group's layers are
-    not computed one after another.
+    Blocks in the order `KVOrder.HEADS` cannot be divided by layers: each is sent whole, after the
+    last layer and before sampling. A model with several KV cache groups has no tail, because a
+    group's layers are not computed one after another.
 
     Attributes:
         has_any: whether steps that end a prompt get a tail.

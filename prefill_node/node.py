@@ -60,11 +60,12 @@ class PrefillNode:
     Args:
         engine: the engine; only this node steps it.
         sender: sends KV to decode nodes.
-        emit: takes events for the router; called on this node's thread.
+        emit: sends events to the router; called on this node's thread.
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: one that reads no files.
+        adapters: holds commands until their adapters are in memory; None: adapters are not read
+            from files.
     """
 
     def __init__(
@@ -87,18 +88,18 @@ class PrefillNode:
         self._jobs: dict[str, _Job] = {}
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
-        """Leave a command for the next step; safe from any thread."""
+        """Queue a command for the next step; thread-safe."""
         self._inbox.put(command)
 
     def step(self) -> bool:
-        """Run one round; return whether there is more to do at once."""
+        """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         continued = self._answer(result)
-        self._outbox.flush()  # before any push, because a client waits for token 1
+        self._outbox.flush()  # before any push: a client waits for token 1
         self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
@@ -148,7 +149,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ commands
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End a request, or its hand-off if token 1 is out already."""
+        """End a request, or its hand-off if token 1 was already sent."""
         job = self._jobs.get(request_id)
         if job is not None and job.command.epoch == epoch:
             self._end(request_id)
@@ -168,7 +169,7 @@ class PrefillNode:
         self.sender.connect(peer)
 
     def remove_peer(self, engine_id: str) -> None:
-        """Disconnect a decode node that has gone."""
+        """Disconnect a departed decode node."""
         self.sender.disconnect(engine_id)
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
@@ -208,13 +209,16 @@ class PrefillNode:
                 trace.begin_chunk(self._clock())
 
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Queue each token 1 for the router; return those that a decode node continues, by id."""
+        """Queue each token 1 for the router.
+
+        Return the outputs that a decode node continues, by id.
+        """
         continued = {}
         if self._traces:
             self._note_chunks(result.scheduled)
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
-            # The engine stops after one token, also where the output goes on.
+            # The engine stops after one token, even if a decode node continues the output.
             goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
             receipt = PrefillReceipt(
@@ -258,7 +262,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether token 1 ends the output, apart from this node's limit of one token."""
+        """Return whether token 1 ends the output, even without this node's one-token limit."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full

@@ -11,10 +11,10 @@ from node_runtime.options import NodeOptions
 
 
 class PushMode(StrEnum):
-    """When KV blocks are sent, from the latest to the earliest; all modes send the same bytes."""
+    """When KV blocks are sent, from latest to earliest. All modes send the same bytes."""
 
     AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
-    CHUNKS = "chunks"  # a chunk's full blocks, while the next chunk computes
+    CHUNKS = "chunks"  # a chunk's full blocks are sent while the next chunk computes
     LAYERS = "layers"  # like CHUNKS, but the last chunk's blocks are sent in groups of layers
 
 

@@ -1,10 +1,10 @@
-"""PushTracker: which blocks of each request may travel, and which are still in use.
+"""PushTracker: which blocks of each request may be transferred, and which are still in use.
 
 Turns scheduled and computed steps into pushes for the sender. References each block until the end
 event of the block's transfer, so a request may finish or be aborted at any time.
 
 A logical block is ``block_size`` tokens: one block in each KV cache group. In a group whose layers
-attend to a sliding window only, blocks before the window at the prompt's end do not travel:
+attend to a sliding window only, blocks before the window at the prompt's end are not transferred:
 
     logical block     0    1    2    3          * travels
     full attention    *    *    *    *
@@ -41,16 +41,16 @@ from prefill_node.options import PushMode
 
 @dataclass(slots=True)
 class _Handoff:
-    """One request on its way to a decode node.
+    """One request whose KV is being handed over to a decode node.
 
     Attributes:
-        indices: indexes of the travelling blocks in ``Request.block_ids``, which lists the groups'
+        indices: indexes of the transferred blocks in ``Request.block_ids``, which lists the groups'
             blocks of logical block 0, then those of logical block 1, and so on.
         epoch: number of the attempt.
         engine_id: engine id of the decode node.
-        block_ids: ids of the travelling blocks that are allocated so far.
+        block_ids: ids of the transferred blocks that are allocated so far.
         start_is_sent: whether the decode node was told that this node computes the prompt.
-        held_block_ids: ids of all referenced blocks, also of those from before a preemption.
+        held_block_ids: ids of all referenced blocks, including blocks from before a preemption.
         tail: pushes the blocks from ``tail_first`` on, some layers at a time; None: no tail.
     """
 
@@ -99,9 +99,9 @@ class PushTracker:
 
     Args:
         engine: owner of the blocks and their references.
-        sender: takes the pushes.
+        sender: sends the pushes.
         mode: when blocks are pushed. With `PushMode.LAYERS`, the last chunk is sent in groups of
-            layers if the model allows it (`LayerTails`), and else whole, with token 1.
+            layers if the model allows this (`LayerTails`), and otherwise whole, with token 1.
         clock: returns seconds, never going back.
     """
 
@@ -121,12 +121,12 @@ class PushTracker:
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
-        # Hand-offs that ended here while writes are in flight; by (request_id, epoch).
+        # Hand-offs that ended here while their writes are in flight, by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
         self._ended: Counter[TransferOutcome] = Counter()
 
     def track_request(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
-        """Register a request whose KV a decode node will get.
+        """Register a request whose KV a decode node will receive.
 
         Ends an older attempt's hand-off; its blocks stay held until no write is in flight.
         """
@@ -168,7 +168,7 @@ class PushTracker:
             if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # Travelling blocks stay in the window until the prompt's end, so none was freed.
+            # Transferred blocks stay in the window until the prompt's end, so none was freed.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]
@@ -205,8 +205,8 @@ class PushTracker:
         """End a hand-off early; do nothing if it is unknown.
 
         Args:
-            reason: error for the decode node's client; empty: no client waits there.
-            epoch: end only this attempt; None: any.
+            reason: error for the decode node's client; empty: no client waits for the decode node.
+            epoch: the attempt to end; None: any attempt.
         """
         handoff = self._handoffs.get(request_id)
         if handoff is None or epoch not in (None, handoff.epoch):
@@ -251,7 +251,7 @@ class PushTracker:
         return event.kind is TransferEventKind.FAILED
 
     def views(self) -> list[RequestView]:
-        """Return the open hand-offs, computed requests included; safe from any thread."""
+        """Return the open hand-offs, including those whose prompt is computed; thread-safe."""
         now = self._clock()
         return [
             view_request(handoff.request, handoff.state, now - handoff.added_at)
@@ -276,18 +276,18 @@ class PushTracker:
 
     @property
     def num_draining_blocks(self) -> int:
-        """Return the number of blocks of ended hand-offs that a write in flight may still read."""
+        """Return how many blocks of ended hand-offs a write in flight may still read."""
         return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
 
     def held(self) -> list[BlockHolding]:
-        """Return the blocks of open hand-offs, and those that writes may still read."""
+        """Return the blocks of open hand-offs, and blocks that writes may still read."""
         now = self._clock()
         pushed = (_holding(BlockOwner.PUSH, h, now) for h in self._handoffs.values())
         drained = (_holding(BlockOwner.DRAINING, h, now) for h in self._draining.values())
         return [*pushed, *drained]
 
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
-        """Let a tail push the blocks that the prompt's last step writes, layer by layer."""
+        """Make a tail push the blocks that the prompt's last step writes, layer by layer."""
         request = handoff.request
         # Blocks that the step in flight fills are pushed after that step, not by the tail.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
@@ -303,7 +303,7 @@ class PushTracker:
         )
 
     def _push(self, handoff: _Handoff, num_logical_blocks: int, token_id: int | None) -> None:
-        """Push the blocks of the first logical blocks that were not pushed yet.
+        """Push the blocks of the first logical blocks that were not pushed before.
 
         Args:
             token_id: token 1, which makes this the last push; None: more pushes follow.

@@ -30,7 +30,7 @@ Key: TypeAlias = tuple[str, int]  # request id and epoch
 
 @dataclass(slots=True, kw_only=True)
 class PrefillTrace:
-    """Notes about a traced request; times are by the node's clock.
+    """Times of a traced request, by the node's clock.
 
     Attributes:
         parent: context of the router's attempt.
@@ -95,7 +95,7 @@ class PrefillTraces:
     """The traced requests of one node; empty without tracing.
 
     Args:
-        sink: takes the spans of ended requests; None: no tracing.
+        sink: receives the spans of ended requests; None: no tracing.
         clock: the node's clock.
     """
 
@@ -132,7 +132,7 @@ class PrefillTraces:
     def end_trace(
         self, request_id: str, epoch: int, error: str = "", *, has_pushed: bool = False
     ) -> None:
-        """Emit the spans of a request that ended here; do nothing if it is untraced or unknown."""
+        """Emit the spans of a request that ended here; do nothing for an untraced request."""
         trace = self._open.pop((request_id, epoch), None) if self._open else None
         if trace is None or self._sink is None:
             return
@@ -141,6 +141,6 @@ class PrefillTraces:
         self._sink(trace.spans(now, has_pushed=has_pushed), zero_of(self._clock))
 
     def end_others(self, is_open: Callable[[str, int], bool]) -> None:
-        """End the traces of requests that have no open hand-off any more."""
+        """End the traces of requests that no longer have an open hand-off."""
         for request_id, epoch in [key for key in self._open if not is_open(*key)]:
             self.end_trace(request_id, epoch, has_pushed=True)

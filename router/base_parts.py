@@ -1,4 +1,4 @@
-"""Make the parts of each base model and the table of names."""
+"""Makes the parts of each base model, and the table of names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Common:
 
     Attributes:
         gate: decides which nodes may join; node names are unique over all base models.
-        rates: how much callers used of their limits per minute, over all base models.
+        rates: what callers used of their limits per minute, over all base models.
     """
 
     config: RouterConfig
@@ -57,7 +57,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseParts:
-    """The parts of one base model; ``scaling`` tells autoscalers how busy its nodes are."""
+    """The parts of one base model. ``scaling`` tells autoscalers how busy its nodes are."""
 
     base: BaseModel
     scaling: ScalingSignals
@@ -67,7 +67,8 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
     """Make the parts of all base models; raises ConfigError.
 
     Args:
-        readers: readers of each base model, started before threads began; empty: start them here.
+        readers: readers of the texts of each base model, started before any thread; empty: start
+            them here.
     """
     made: list[BaseParts] = []
     for number, model in enumerate(common.config.models):
@@ -79,7 +80,7 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
 
 
 def join_pools(config: RouterConfig, bases: Sequence[BaseModel]) -> NodePools:
-    """Return the pools that nodes join; raises ConfigError if nodes could not find theirs."""
+    """Return the pools that nodes join; raises ConfigError if a node could not tell its pool."""
     pools = [base.pool for base in bases]
     return pools[0] if len(pools) == 1 else BasePools(pools, config.models)
 

@@ -20,7 +20,7 @@ from router.intake.images.image_options import ImageOptions
 from router.intake.text_options import TextOptions
 from router.policies import POLICIES
 
-DRAIN_DELAY_S = 5.0  # for load balancers to notice that the router is not ready
+DRAIN_DELAY_S = 5.0  # seconds in which load balancers notice that the router is not ready
 _CERTS = "--tls-require-client-certs"
 _KEYS = "--api-keys-file"
 
@@ -219,17 +219,18 @@ class RouterConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All base models, as given."""
+        """All base models, as the options name them."""
         return (self.model, *self.more_models)
 
     def may_self_prefill(self, policy: str) -> bool:
         """Return whether decode nodes may compute prompts under this policy."""
-        return self.local_prefill and policy == "cost"  # other policies place on pairs only
+        # Other policies place requests on pairs only
+        return self.local_prefill and policy == "cost"
 
 
 def drain_delay_s(config: RouterConfig) -> float:
     """Return for how many seconds a stopping router serves on while it reports not ready."""
-    from baton.access.exposure import is_public  # here, so that `--help` is fast
+    from baton.access.exposure import is_public  # imported here, so that `--help` is fast
 
     if config.drain_delay_s is not None:
         return config.drain_delay_s
@@ -241,19 +242,19 @@ def requires_client_certs(config: RouterConfig, listen: str) -> bool:
     """Return whether a gRPC listener requires client certificates.
 
     gRPC either requires certificates or ignores them. A separate address for nodes and operators
-    requires them if the router has a CA. A shared address requires them only if all callers must
-    have one, because clients may use keys instead.
+    requires certificates if the router has a CA. A shared address requires certificates only if all
+    callers must have one, because clients may use keys instead.
     """
     is_private = bool(config.node_listen) and listen == config.node_listen
     return config.tls.require_client_certs or (is_private and config.tls.verifies_clients)
 
 
 def check_exposure(config: RouterConfig) -> None:
-    """Refuse listeners that others can reach without protection; raises ConfigError."""
-    from baton.access.exposure import Exposure  # here, so that `--help` is fast
+    """Raise ConfigError for a listener that other machines can reach without protection."""
+    from baton.access.exposure import Exposure  # imported here, so that `--help` is fast
 
     tls = config.tls
-    # One key is enough: callers without a key then have no rights (`baton/access/access.py`).
+    # One API key is enough: callers without a key then have no rights (`baton/access/access.py`).
     has_keys = bool(config.api_keys_file or config.node_token or config.admin_token)
 
     def check(option: str, listen: str, authentication: str, is_authenticated: bool) -> None:

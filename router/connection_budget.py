@@ -1,4 +1,4 @@
-"""Divide the router's descriptors among its APIs, so that none starves another."""
+"""Divides the router's file descriptors among its APIs, so that no API takes all."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 
-# For files, logs, pipes of threads, and the router's own outgoing connections.
+# Descriptors for files, logs, pipes of threads, and the router's own outgoing connections.
 _NUM_OWN = 64
-# Share of clients; below the overload level, because idle connections are no overload.
+# Clients' share of the descriptors. It is below the overload level, because idle connections are no
+# overload.
 _CLIENTS_SHARE = 0.8
 _MIN_DESCRIPTORS = 256
-_NODES_SHARE = 1 / 4  # if nodes have an address of their own
-# Descriptors per gRPC connection: the client's socket and both ends of a private connection.
+_NODES_SHARE = 1 / 4  # share of nodes and operators, if they have their own address
+# Descriptors per gRPC connection: the client's socket, and both ends of an internal connection.
 _RPC_DESCRIPTORS = 3
 _MAX_NODES = 4096
-# Upper limit of the default: each client takes about 20 KiB of memory.
+# Upper limit of the default number of clients: each client takes about 20 KiB of memory.
 _MAX_DEFAULT = 10_000
 
 
@@ -74,7 +75,7 @@ class ConnectionBudget:
 def share_descriptors(
     num_descriptors: int, options: ConnectionOptions, *, own_address_for_nodes: bool
 ) -> ConnectionBudget:
-    """Return limits whose sum leaves some descriptors to the process itself.
+    """Divide the process's descriptors; some are left to the process itself.
 
     Raises:
         ConfigError: the process has too few descriptors, or the options ask for more.

@@ -57,8 +57,8 @@ from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # pause after the workers failed to start
-# Largest priority number that is accepted.
+_RETRY_S = 1.0  # seconds to wait after the workers failed to start
+# Largest accepted priority number at the shed level.
 _LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
 
 
@@ -145,7 +145,7 @@ async def _run(parts: _Parts) -> None:
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
         for listen, server in servers.items():
-            await server.set_serving(False)  # until workers can read requests
+            await server.set_serving(False)  # wait until the workers can read requests
             address = await server.start(listen)
             logger.info("router of %s listens on %s", ", ".join(config.models), address)
         async with (
@@ -286,7 +286,8 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
             try:
                 pool.count_missed_beats()
                 scaling.tick()
-            except Exception:  # the loop's top; its end would leave silent nodes unnoticed
+            # Catch everything: if this task ended, silent nodes would go unnoticed
+            except Exception:
                 logger.exception("missed beats could not be counted")
 
     async with _in_background(count()):
@@ -295,7 +296,10 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
 
 @contextlib.asynccontextmanager
 async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a coroutine until the context ends; if the coroutine fails, log the failure and go on."""
+    """Run a coroutine until the context ends.
+
+    If the coroutine fails, log the failure and continue.
+    """
     task = asyncio.create_task(work)
     task.add_done_callback(_tell_failure)
     try:

@@ -1,4 +1,4 @@
-"""Stopping a router: it reports not ready, serves on, refuses new requests, ends, closes.
+"""Stops a router: it reports not ready, serves on, refuses new requests, ends open ones, closes.
 
         serving -> not ready, serves on (drain_delay_s, so that load balancers notice)
                 -> refuses new requests (until all have ended, at most drain_timeout_s)
@@ -21,7 +21,7 @@ from router.calls.dispatcher import Dispatcher
 logger = logging.getLogger(__name__)
 
 WHY = "the router is stopping"
-LAST_WORDS_S = 1.0  # for errors to reach the clients of remaining requests
+LAST_WORDS_S = 1.0  # seconds in which errors reach the clients of remaining requests
 _POLL_INTERVAL_S = 0.02
 
 

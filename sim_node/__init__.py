@@ -1,1 +1,1 @@
-"""Simulated nodes: real nodes whose executor only waits. No model, no torch."""
+"""Simulated nodes: real nodes whose executor waits instead of computing. No model, no torch."""

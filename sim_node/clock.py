@@ -1,4 +1,4 @@
-"""NodeClock: the time of one simulated node, which can be stopped, continued and ended.
+"""NodeClock: the time of one simulated node, which can be paused, continued and ended.
 
 Sits between a node and the event loop: events due while the node is stopped happen when it
 continues; events due after its end never happen.
@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-# Most seconds by which steps may be dated back, to compensate for a busy event loop.
+# Most seconds by which steps may be dated back, to make up for a busy event loop.
 MAX_CATCH_UP_S = 0.1
 
 
 class Timers(Protocol):
-    """The methods of an event loop that `NodeClock` calls; tests pass a virtual clock."""
+    """The methods of an event loop that `NodeClock` uses; tests pass a virtual clock."""
 
     def time(self) -> float:
         """Return monotonic seconds."""
@@ -65,17 +65,17 @@ class NodeClock:
             action()
 
     def stop(self) -> None:
-        """Let nothing happen until `go_on`."""
+        """Pause the node: nothing happens until `go_on`."""
         self._stopped = True
 
     def go_on(self) -> None:
-        """Continue; run, in order, events that became due during the stop."""
+        """Continue; run, in order, the events that became due during the pause."""
         self._stopped = False
         backlog, self._backlog = self._backlog, []
         for action in backlog:
             self.run(action)
 
     def halt(self) -> None:
-        """Let nothing happen from now on."""
+        """End the node: nothing happens from now on."""
         self._stopped, self._ended = False, True
         self._backlog.clear()

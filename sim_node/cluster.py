@@ -1,4 +1,4 @@
-"""SimCluster: many simulated nodes in one event loop, with methods to disturb each.
+"""SimCluster: many simulated nodes in one event loop, with methods to disturb each node.
 
     async with SimCluster("127.0.0.1:50051", model, num_prefill=8, num_decode=8) as cluster:
         await cluster.kill("sim-d3")
@@ -32,9 +32,9 @@ from sim_node.sim_model import OutputSource
 
 logger = logging.getLogger(__name__)
 
-# Beats are spread over their interval, so that nodes do not all send at once.
+# Parts of a beat interval over which nodes' beats are spread, so that not all send at once.
 _NUM_BEAT_SLICES = 10
-# A router introduces a new node to all nodes of the other role before it takes the next node.
+# Most nodes that join at a time: a router introduces each new node to all nodes of the other role.
 _MAX_JOINING = 16
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
@@ -45,7 +45,7 @@ class SimStats:
     """Figures of a cluster since its start.
 
     Attributes:
-        num_tokens: output tokens made, received by clients or not.
+        num_tokens: output tokens made, whether or not clients received them.
         num_running: requests in progress on all nodes.
         cpu_s: CPU seconds of the whole process.
         max_lag_s: longest timer delay; if much longer than a step, the machine is too busy for
@@ -121,7 +121,7 @@ class SimCluster:
         self._chance = chance
         self._nodes: dict[str, SimNode] = {}  # living nodes, by name
         self._jobs: list[asyncio.Task[None]] = []
-        self._num_tokens_before = 0  # tokens of nodes that have ended
+        self._num_tokens_before = 0  # tokens made by nodes that have ended
         self._max_lag_before_s = 0.0
         self._started = (0.0, 0.0)
 
@@ -220,13 +220,13 @@ class SimCluster:
             node.task.result()
 
     async def stall(self, name: str, stall_s: float) -> None:
-        """Stop a node for a time, as by SIGSTOP; return at once."""
+        """Pause a node for some seconds, as by SIGSTOP; return at once."""
         node = self._node(name)
         node.stop()
         asyncio.get_running_loop().call_later(stall_s, node.go_on)
 
     def slow(self, name: str, factor: float) -> None:
-        """Multiply a node's durations by a factor; 1 is normal."""
+        """Multiply a node's durations by ``factor``; 1 is the normal speed."""
         self._node(name).simulation.slow_down(factor)
 
     def stats(self) -> SimStats:
@@ -286,7 +286,7 @@ def _read_model(model: str, options: SimOptions, outputs: OutputSource | None) -
     longest = min(
         options.max_model_len or limits.max_position_embeddings,
         limits.max_position_embeddings,
-        options.num_blocks * options.block_size,  # one request must fit
+        options.num_blocks * options.block_size,  # one request must fit into the cache
     )
     identity = {**folder_identity(folder), "weights": SIMULATED}
     return SimModel(

@@ -59,7 +59,7 @@ class KVNetwork:
         self._ends.pop(engine_id, None)
 
     def peer_info(self, engine_id: str) -> bytes:
-        """Return a node's peer info, which only shows that the node is in this process."""
+        """Return a node's peer info, which shows only that the node is in this process."""
         return self._mark + engine_id.encode()
 
     def problem(self, peer_info: bytes) -> str:
@@ -80,7 +80,7 @@ class _Write:
 
 
 class _NoScratch:
-    """Stands in for the memory of self-tests, which are not made."""
+    """Replaces the memory of self-tests, which simulated nodes do not make."""
 
     is_on_device = False
     digest = b""
@@ -230,7 +230,7 @@ class _OpenChannels(Channels):
 
 
 class NearPeers(Peers):
-    """Peers in this process: connected while they live, unless the router says otherwise.
+    """Peers in this process: connected while they live, unless the router lost them.
 
     Args:
         network: the network of the peers.
@@ -253,10 +253,10 @@ class NearPeers(Peers):
         return peer
 
     def meet(self, info: PeerInfo) -> None:
-        """Do nothing, as the network knows all peers."""
+        """Do nothing: the network knows all peers."""
 
     def note_alive(self, engine_id: str, at_s: float) -> None:
-        """Do nothing, as the network knows which peers live."""
+        """Do nothing: the network knows which peers live."""
 
     def leave(self, engine_id: str) -> None:
         if engine_id in self:
@@ -274,11 +274,11 @@ class NearPeers(Peers):
         return engine_id in self._network
 
     def tick(self) -> None:
-        """Do nothing, as the network knows which peers live."""
+        """Do nothing: the network knows which peers live."""
 
 
 class _Life(PeerProcess):
-    """Tells whether a simulated peer has ended."""
+    """Tells whether the process of a simulated peer has ended."""
 
     def __init__(self, engine_id: str, network: KVNetwork) -> None:
         self.engine_id = engine_id

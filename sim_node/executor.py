@@ -33,7 +33,7 @@ from sim_node.options import SimModel, SimOptions
 from sim_node.sim_model import HashedOutputs, TokenAt
 from sim_node.timing import TimingModel
 
-# Only the number of layers matters, since layer groups are sent one by one.
+# Only the number of layers matters, because layer groups are sent one by one.
 _NUM_LAYERS = NUM_LAYER_GROUPS
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,7 +69,7 @@ class _Layer:
 
 
 class SimKVMemory:
-    """Stands for the memory of the KV cache, without any memory; a `KVMemory`.
+    """Represents the memory of a KV cache without allocating it; a `KVMemory`.
 
     Args:
         num_blocks: number of blocks that the cache pretends to have.
@@ -102,7 +102,7 @@ class SimKVMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step in flight, with its result, which is known already."""
+    """A step in flight, whose result is already known."""
 
     output: ModelRunnerOutput
 
@@ -123,7 +123,7 @@ class SimExecutor:
     Attributes:
         timing: times of steps; replace it to make the node slow.
         outputs: source of output tokens.
-        now: begin of the next step; set before the node's turn.
+        now: begin of the next step; the node sets this before its turn.
         busy_until: end of the latest step.
         requests: the engine's requests, by id.
         num_tokens: tokens sampled since the start.
@@ -152,7 +152,7 @@ class SimExecutor:
         self._memory = SimKVMemory(
             options.num_blocks, options.block_size, options.timing.kv_bytes_per_token
         )
-        self.kv_memory = cast("Any", self._memory)  # no tensor in it is read
+        self.kv_memory = cast("Any", self._memory)  # no tensor in this object is read
         self.now = self.busy_until = 0.0
         self.requests: Mapping[str, Request] = {}
         self.num_tokens = 0
@@ -241,7 +241,7 @@ class SimExecutor:
         """Accept every adapter: steps only take time."""
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        """Pack nothing, as no number is computed."""
+        """Pack nothing, because no numbers are computed."""
         return 0
 
     def keep_cores(self) -> AbstractContextManager[None]:
@@ -269,7 +269,7 @@ class SimExecutor:
 
 
 def engine_config(options: SimOptions, role: NodeRole) -> EngineConfig:
-    """Return the options of a real node's engine that has these sizes."""
+    """Return the engine options of a real node with these sizes."""
     return EngineConfig(
         block_size=options.block_size,
         num_blocks=options.num_blocks,

@@ -71,7 +71,7 @@ class SimNode:
         join_timeout_s: longest time for the first join.
         node_token: authorizes the node to join.
         tls: certificates of the node.
-        make_links: makes the links to routers; benchmarks join a router in the same process.
+        make_links: makes the links to routers; benchmarks connect to a router in the same process.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class SimNode:
         self.task = asyncio.create_task(self._links.run())
 
     def stop(self) -> None:
-        """Stop: send nothing, and react to nothing."""
+        """Pause the node, which then sends nothing and reacts to nothing."""
         self._going.clear()
         self.clock.stop()
 
@@ -123,7 +123,7 @@ class SimNode:
         self.clock.go_on()
 
     async def kill(self) -> None:
-        """End abruptly, like a killed process."""
+        """End the node abruptly, like a killed process."""
         self.clock.halt()
         self.simulation.kill()
         self.task.cancel()
@@ -210,7 +210,7 @@ class Simulation:
 
     @property
     def num_tokens_made(self) -> int:
-        """Return the output tokens made so far, received by clients or not."""
+        """Return the number of output tokens made so far, whether or not clients received them."""
         return self._executor.num_tokens
 
     def registration(self, name: str) -> NodeRegistration:
@@ -263,7 +263,7 @@ class Simulation:
     def _begin(self, command: PrefillCommand | DecodeCommand) -> None:
         """Submit a command, unless refused; first introduce the peer that it names.
 
-        There are many pairs, most of which never work together, so peers are introduced late.
+        Most of the many pairs never work together, so peers are introduced only when needed.
         """
         problem, code = self._problem(command), "INVALID_ARGUMENT"
         if self._refuse and self._random.random() < self._refuse:
@@ -292,7 +292,10 @@ class Simulation:
         self.node.submit(replace(command, sampling_params=params))
 
     def _problem(self, command: PrefillCommand | DecodeCommand) -> str:
-        """Return why earlier output is wrong for this prompt: if so, a retry lost tokens."""
+        """Return why earlier output is wrong for this prompt, which means that a retry lost tokens.
+
+        Empty if right.
+        """
         if not command.output_token_ids:
             return ""
         output = self._executor.outputs.output_of(command.prompt_token_ids)
@@ -311,7 +314,7 @@ class Simulation:
     # ------------------------------------------------------------------ stepping
 
     def _wake(self) -> None:
-        """Step the node now, or when the step in flight has ended."""
+        """Step the node now, or as soon as the step in flight has ended."""
         if self._step_is_due:
             self._is_awake = True
         else:
@@ -334,7 +337,7 @@ class Simulation:
             self._step_is_due = False
 
     def _look_later(self) -> None:
-        """Run the connector after the current callback."""
+        """Run the connector after the current callback has returned."""
         if not self._look_is_due:
             self._look_is_due = True
             self._clock.call_at(self._clock.now(), self._look)

@@ -7,10 +7,10 @@
     with = '"name": "write"'                    # other text that must be in the prompt
     say = '<tool_call>\\n{"name": "write", "arguments": {"path": "a.txt"}}\\n</tool_call>'
 
-Of the rules that match a prompt, the one whose `after` comes last in the prompt gives the answer;
-of several, the first rule. So a tool's result, or a user's next message, leads to the next answer.
-`say` is raw model output: tool calls have the format of the model's family, for the router's
-parsers.
+Among the rules that match a prompt, the rule whose `after` occurs last in the prompt gives the
+answer. If several rules share this place, the first one does. So a tool's result, or a user's next
+message, leads to the next answer. `say` is raw model output: tool calls have the format of the
+model's family, for the router's parsers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sim_node.sim_model import TokenAt
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"needed": "with"}):
-    """One answer.
+    """One rule of a script: an answer, and the prompts that it answers.
 
     Attributes:
         after: text of the prompts that the rule answers.
@@ -45,7 +45,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nee
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a simulated model says.
+    """All answers of a simulated model.
 
     Attributes:
         rule: answers; at least one.

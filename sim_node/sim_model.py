@@ -2,9 +2,9 @@
 
     token[i] = mix(hash(prompt), i) mod vocab_size
 
-So anyone with the prompt can check an output, whichever nodes made it and however often it was
-retried. There is no end-of-sequence token: outputs end at `max_tokens`, at a stop token, or at the
-model's maximum length.
+So anyone with the prompt can check an output, even after retries and on any nodes. There is no
+end-of-sequence token: outputs end at `max_tokens`, at a stop token, or at the model's maximum
+length.
 """
 
 from __future__ import annotations

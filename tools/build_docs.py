@@ -22,9 +22,10 @@ ROOT_PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 FILES = "repository"
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-# GitHub accepts a list right after a line of text; Python's Markdown wants an empty line between.
+# GitHub accepts a list right after a line of text; Python's Markdown needs an empty line between
+# them.
 _ITEM_BEHIND_TEXT = re.compile(r"^(?![ \t#|]|(?:[*-]|\d+\.) )(.+)\n(?=(?:[*-]|1\.) )", re.MULTILINE)
-# Loads from other servers; a page must not have any.
+# Loads from other servers, which a page must not contain.
 _FOREIGN = re.compile(
     r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\"'> ]*"
 )
@@ -38,7 +39,8 @@ def main(zensical: str, mermaid: str) -> int:
         mermaid: path of the library that draws diagrams; browsers would load it from elsewhere.
     """
     stage(Path(mermaid))
-    program = Path(zensical).absolute()  # not resolved: perhaps a link into an environment
+    # Not resolved, because the path may be a link into an environment
+    program = Path(zensical).absolute()
     done = subprocess.run([program, "build", "--clean", "--strict"], cwd=BUILD, check=False)
     if done.returncode:
         return done.returncode

@@ -31,7 +31,7 @@ MOST_MB = 25
 
 
 class WheelError(Exception):
-    """A wheel cannot be published; the message says why."""
+    """Raised for a wheel that cannot be published; the message says why."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -30,7 +30,8 @@ PACKAGES = {
     "baton_kernels": "kernels/baton_kernels",
 }
 GENERATED = "baton/v1"
-# As packages these would hide others with the same names (Hugging Face `kernels`, `proto-plus`).
+# Folders that must not be packages: they would hide others' packages of these names (Hugging Face
+# `kernels`, `proto-plus`).
 NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples")
 MANY_FILES = 14  # packages with more, not counting sub-packages and __init__.py, are reported
 MAX_DEPTH = 2  # levels of a package below its room
@@ -118,7 +119,7 @@ def _num_lines(first: ast.stmt, last: ast.stmt) -> int:
 
 
 def names_owned_by_others() -> Iterator[str]:
-    """Find other distributions with one of our import names; Python would import theirs."""
+    """Find installed distributions with one of Baton's import names; Python would import theirs."""
     owners = packages_distributions()
     for name in PACKAGES:
         for owner in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):
@@ -138,7 +139,7 @@ def broken_links(root: Path) -> Iterator[str]:
 
 
 def unknown_places(root: Path) -> Iterator[str]:
-    """Find paths and modules of ours that a page names in backticks and that do not exist.
+    """Find paths and modules of Baton that a page names in backticks and that do not exist.
 
     Pages with dates (decisions, log, changes) may name what once existed. Names with one dot are
     skipped, because they may be an attribute of an object (`engine.step`).
@@ -160,7 +161,7 @@ def unknown_places(root: Path) -> Iterator[str]:
 def _is_defined(place: Path, parts: Sequence[str]) -> bool:
     """Return whether names lead to a module, or to a name in a module's text."""
     for part in parts:
-        if place.name == "v1":  # a protobuf package, in which names are no files
+        if place.name == "v1":  # a protobuf package, whose names are not files
             return True
         if not place.is_dir():
             text = place.read_text(encoding="utf-8") if place.exists() else ""

@@ -191,7 +191,10 @@ def sum_order(ttgir: str, ptx: str) -> int:
 
 
 def pending_groups(ptx: str) -> int | None:
-    """Return the least that a loop with products waits with; None if no loop waits for copies."""
+    """Return the smallest number of pending groups at a loop's wait.
+
+    None if no loop waits for copies.
+    """
     labels: dict[str, int] = {}
     found = []
     lines = ptx.splitlines()

@@ -58,13 +58,13 @@ def _ratio(above: str, below: str) -> str:
 
 
 def _share(above: str | tuple[str, ...], peak: str) -> str:
-    """Divide a node's rates, added up, by its peak."""
+    """Divide the sum of a node's rates by the node's peak."""
     names = (above,) if isinstance(above, str) else above
     rates = " + ".join(_rate(name, _N, "node") for name in names)
     return f"({rates}) / sum by (node) ({peak}{{{_N}}})"
 
 
-Rows: TypeAlias = dict[str, tuple[Panel, ...]]  # by their titles
+Rows: TypeAlias = dict[str, tuple[Panel, ...]]  # rows of panels by their titles
 
 FLEET: Rows = {
     "Now": (

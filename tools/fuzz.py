@@ -33,7 +33,7 @@ def main(name: str, seconds: int) -> int:
     command = [sys.executable, "-m", "tools.fuzz", "--libfuzzer", name, *limits]
     fuzzing = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={kept}/"]
     rc = subprocess.run([*command, *fuzzing, str(found), str(kept)], check=False).returncode
-    # A finding that fails again during the merge does not count twice.
+    # A finding that fails again during the merge counts only once.
     merging = ["-merge=1", f"-artifact_prefix={found}/"]
     subprocess.run([*command, *merging, str(kept), str(found)], check=False)
     print(f"{name}: exit code {rc}, {len(list(kept.iterdir()))} files in its corpus", flush=True)

@@ -25,8 +25,8 @@ from tools.check_layout import GENERATED, MANY_FILES, PACKAGES, function_lines
 MAP = "docs/architecture.md"
 DAY_PATH = "docs/day_path.md"
 DECISIONS = "docs/adr/README.md"
-DAY_PATH_LINES = 6_000  # what one person reads in a day
-# Relative error of a page's number of lines from which on the page is stale.
+DAY_PATH_LINES = 6_000  # lines that one person reads in a day
+# Relative error of a page's number of lines from which the page is stale.
 TOLERANCE = 0.1
 # Marks around a generated part of a page.
 BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"
@@ -47,7 +47,7 @@ class Chapter:
     names: tuple[str, ...]
 
 
-# The day: every file that decides something about a request that meets no failure.
+# The day path: every file that decides something about a request without failures.
 DAY = (
     Chapter(
         "At the router",
@@ -78,7 +78,7 @@ DAY = (
         ("StepPlan:engine", "ModelRunner"),
     ),
 )
-# Another day: the forward pass, and types for values that go between files of the first day.
+# The second day: the forward pass, and types of values that pass between files of the first day.
 BESIDE = (
     Chapter(
         "The model",
@@ -315,7 +315,7 @@ def _rows(written: str) -> dict[str, tuple[str, int, int]]:
 def crowded(root: Path) -> Iterator[str]:
     """Report packages with many files, for their owners to judge."""
     for p in packages(root):
-        num_files = p.num_files - 1  # its __init__.py does not count
+        num_files = p.num_files - 1  # the package's __init__.py does not count
         if num_files > MANY_FILES:
             yield f"{p.name} has {num_files} files beside each other, more than {MANY_FILES}"
 
@@ -338,7 +338,7 @@ def _place_of(root: Path, module: str) -> Path:
 
 
 def _file_at(place: Path) -> Path | None:
-    """Return a module's file; None if it is not ours, or a package without code."""
+    """Return a module's file; None if the module is not Baton's, or is a package without code."""
     return next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
 
 

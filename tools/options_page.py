@@ -31,7 +31,7 @@ _COMMANDS = {"loadtest-run": "loadtest run", "loadtest-compare": "loadtest compa
 
 
 def page() -> str:
-    """Return the page's text."""
+    """Return the text of docs/options.md."""
     options = {name: by_name(PROGRAMS.load(name)) for name in PROGRAMS.names()}
     prefill, decode = (options[name] for name in _NODES)
     both = {name for name in prefill if _row(prefill[name]) == _row(decode.get(name))}

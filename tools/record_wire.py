@@ -90,7 +90,8 @@ def top_messages() -> list[tuple[str, Message]]:
                     for member in _members(descriptor):
                         name = f"{descriptor.full_name}{'.' if member else ''}{member}"
                         found[name] = sample(descriptor, member=member)
-    for name in ("NodeAdminRequest", "NodeAdminResponse"):  # they travel as bytes in others
+    # These messages are sent as bytes inside others
+    for name in ("NodeAdminRequest", "NodeAdminResponse"):
         descriptor = admin_pb2.DESCRIPTOR.message_types_by_name[name]
         for member in _members(descriptor):
             found[f"{descriptor.full_name}.{member}"] = sample(descriptor, member=member)

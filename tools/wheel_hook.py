@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER_VARIABLE = "BATON_WHEEL_LIBRARIES"
-GLIBC = "manylinux_2_28"  # also the tag of PyTorch's and NIXL's wheels
+GLIBC = "manylinux_2_28"  # PyTorch's and NIXL's wheels have this tag, too
 
 
 class WheelHook(BuildHookInterface[Any]):

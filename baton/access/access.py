@@ -1,4 +1,4 @@
-"""Access: decides who a caller is, and whether this principal may make the call.
+"""Access: identifies callers and decides which calls they may make.
 
 All gRPC calls, HTTP paths and metrics pages ask here first. This file knows neither gRPC nor HTTP.
 
@@ -98,7 +98,7 @@ class Access:
         self._own_changes = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
 
     def note_names(self, names: Callable[[], Sequence[str]]) -> None:
-        """Note a function that returns the served models' names, the default model's name first."""
+        """Set the function that returns the served models' names, the default name first."""
         self._names = names
 
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:
@@ -238,7 +238,7 @@ class Access:
         problem: str = "",
     ) -> None:
         """Log an action or an attempt; equal reads are logged once a minute."""
-        is_client = principal.may(Role.INFER)  # routers lack this role
+        is_client = principal.may(Role.INFER)  # routers' own principals lack the role INFER
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
             same = f"{principal.name} {address} {call} {told} {problem}"

@@ -34,7 +34,7 @@ class Allowance:
         self._per_second = per_second
         self._max_names = max_names
         self._clock = clock
-        # Uses left by name, each with the time of that count.
+        # Name -> (uses left, time when they were counted).
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 

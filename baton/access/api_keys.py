@@ -34,7 +34,7 @@ from baton.access.identity import Limits, Principal, Role
 from baton.api.bounded_files import parse_toml, read_text
 from baton.api.errors import ConfigError, reason_of
 
-KEY_PREFIX = "baton_"  # lets scanners for leaked secrets recognize a key
+KEY_PREFIX = "baton_"  # prefix by which secret scanners recognize a key
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _OLD_LINE = re.compile(r"[^\s=:\[\]#]+\s*:\s*\S+")
@@ -43,7 +43,7 @@ SHORT_KEY_CHARS = 20  # shorter keys may be words that a search could find from 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """An API key.
+    """An API key of a key file, without its text.
 
     Attributes:
         digest: SHA-256 of the key.

@@ -146,7 +146,7 @@ class AuditLog:
                 self._lose(error.strerror or str(error))
                 with contextlib.suppress(OSError):
                     self._open_again()
-            except ValueError as error:  # text that cannot be encoded as UTF-8
+            except ValueError as error:  # the event has text that cannot be encoded as UTF-8
                 self._lose(str(error))
 
     def _open_again(self) -> None:
@@ -180,7 +180,7 @@ class AuditLog:
 
     def _lose(self, why: str) -> None:
         self.num_lost += 1
-        if self.num_lost & (self.num_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th and so on
+        if self.num_lost & (self.num_lost - 1) == 0:  # log losses number 1, 2, 4, 8 and so on
             logger.error("audit_log: %d events are lost: %s", self.num_lost, why)
 
 
@@ -196,5 +196,5 @@ def _open(path: str) -> int:
     # With O_NONBLOCK, opening a pipe without a reader raises an error instead of waiting.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
-    os.set_blocking(descriptor, True)  # only opening must not block
+    os.set_blocking(descriptor, True)  # writing may block; only opening must not
     return descriptor

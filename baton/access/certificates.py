@@ -38,7 +38,7 @@ _NODE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class NodeName:
-    """Names of the nodes that a certificate covers: one node, simulated nodes, or a workload's.
+    """Names that a certificate covers: one node, or all nodes of a simulation or workload.
 
     Attributes:
         is_many: whether the certificate covers all names that begin with this name and a hyphen.
@@ -143,7 +143,8 @@ def _certificate_of(source: Any) -> bytes:
     return b"" if connection is None else connection.getpeercert(binary_form=True) or b""
 
 
-@functools.lru_cache(maxsize=4096)  # few certificates make all calls, and reading one takes 50 us
+# cached, because callers use few certificates and parsing takes 50 us
+@functools.lru_cache(maxsize=4096)
 def _read(data: bytes) -> CertificateIdentity:
     load = x509.load_pem_x509_certificate if data[:1] == b"-" else x509.load_der_x509_certificate
     try:

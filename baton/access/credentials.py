@@ -51,7 +51,7 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
         return shown
     try:
         _, _, key = base64.b64decode(given, validate=True).decode().partition(":")
-    except ValueError:  # refused later as a wrong key
+    except ValueError:  # an invalid header is refused later as a wrong key
         return shown
     return dataclasses.replace(shown, authorization=f"Bearer {key}")
 
@@ -72,8 +72,8 @@ def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials
     """Make a call's credentials from the values of its authorization.
 
     Args:
-        shown: the call's authorization values. Several values count as none, because a proxy
-            may have checked another one than this program would.
+        shown: the call's authorization values. Several values count as none, because a proxy may
+            have checked a different value than this program would.
         source: object with the client certificate; None: the connection is gone.
     """
     certificate, problem = None, ""

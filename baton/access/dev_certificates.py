@@ -24,7 +24,7 @@ from baton.api.errors import ConfigError
 
 TRUST_DOMAIN = "baton"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-# Certificates are valid from this long before now, for machines whose clocks are behind.
+# Time before now at which validity begins, for machines whose clocks are behind.
 _BACKDATED = timedelta(minutes=5)
 
 

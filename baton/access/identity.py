@@ -75,7 +75,7 @@ class Principal:
 
     @property
     def is_operator(self) -> bool:
-        """Return whether it may read other callers' requests, by role LOOK or OPERATE."""
+        """Return whether this principal may read other callers' requests."""
         return not self.roles.isdisjoint((Role.LOOK, Role.OPERATE))
 
 

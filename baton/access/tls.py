@@ -155,7 +155,7 @@ def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.S
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(last),
-        fetch,  # type: ignore[arg-type]  # the stubs do not know that it may give None
+        fetch,  # type: ignore[arg-type]  # the stubs omit that it may return None
         require_client_authentication=require_client_certs,
     )
 

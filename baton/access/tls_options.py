@@ -82,4 +82,4 @@ class TlsOptions:
 
 
 NO_TLS = TlsOptions()
-ONLY_ROUTERS = ("tls_require_client_certs",)  # options that only the router has
+ONLY_ROUTERS = ("tls_require_client_certs",)  # names of options that only the router has

@@ -15,7 +15,8 @@ from baton.access.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context
 from baton.api.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 2.0
-_ANSWER_TIMEOUT_S = 0.5  # for a late refusal; a gRPC server that accepts sends data at once
+# for a refusal after the handshake; an accepting gRPC server sends data at once
+_ANSWER_TIMEOUT_S = 0.5
 _WANTS_CERTIFICATE = "it wants a client certificate (--tls-cert, --tls-key)"
 # gRPC's and asyncio's servers just close the connection; other servers send these alerts.
 _ALERTS = {
@@ -67,7 +68,7 @@ def _why_tls_fails(
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
     except (ssl.SSLEOFError, ConnectionError):
-        return _of_hanging_up(options) if talk.heard else ""  # a stopping server, or none
+        return _of_hanging_up(options) if talk.heard else ""  # the server is stopping or absent
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         texts = (text for alert, text in _ALERTS.items() if alert in reason)
@@ -130,7 +131,8 @@ def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: Tl
 def _why_plain_fails(connection: socket.socket) -> str:
     """Return why plain text failed if the server speaks TLS; else empty."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no secrets are sent
+    # unverified TLS is safe here: no secrets are sent
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
         _Talk(connection, context).shake_hands()

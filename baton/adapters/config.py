@@ -29,7 +29,7 @@ _MAX_PATTERNS = 10_000
 _MAX_PATTERN_CHARS = 256
 # PEFT reads keys of patterns as regular expressions. Files of strangers could contain expressions
 # that never end. Patterns without repetition and alternatives match a fixed number of letters.
-_ANY_PREFIX = ".*\\."  # PEFT writes this before some keys, where any prefix is allowed anyway
+_ANY_PREFIX = ".*\\."  # PEFT writes this prefix before some keys, although any prefix matches
 _LETTER = r"(?:[\w.-]|\\\.|\\d)"  # matches one letter
 _PLAIN_PATTERN = re.compile(rf"\^?{_LETTER}+")
 # Settings that do not change what a trained adapter computes.
@@ -43,7 +43,7 @@ _HARMLESS = frozenset(
         "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
-# Ways to begin a training that leave the base model's weights as they are; others change them.
+# Values of `init_lora_weights` that leave the base model's weights unchanged.
 _INITIAL_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -77,7 +77,7 @@ class AdapterConfig:
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of a module's product."""
+        """Return the factor by which a module's ``B @ A`` is multiplied."""
         alpha, rank = _by_pattern(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
@@ -101,7 +101,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 @functools.lru_cache(maxsize=2 * _MAX_PATTERNS)
 def _compiled(pattern: str) -> tuple[re.Pattern[str], int, bool]:
-    """Return a pattern, how many letters it matches, and whether these are the whole name."""
+    """Compile a pattern; return the result, its length, and whether it matches whole names only."""
     letters = pattern.removeprefix("^")
     return re.compile(letters), len(re.findall(_LETTER, letters)), letters != pattern
 

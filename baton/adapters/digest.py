@@ -1,7 +1,7 @@
 """Adapter digests: an adapter's identity, SHA-256 over its settings and tensors as text.
 
 Names of adapters are aliases that only routers and `LLM` know. Caches, commands and nodes use the
-digest, so other bytes under an old name can never find the old adapter's KV.
+digest, so a changed adapter under an old name never finds the old adapter's KV.
 
     SHA-256( "baton adapter 1" | settings as JSON | name, dtype, shape, bytes of each tensor ... )
 

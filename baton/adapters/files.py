@@ -8,9 +8,9 @@ A folder in PEFT's layout, as ``save_pretrained`` writes it:
                                   base_model.model.<module>.lora_magnitude_vector   [out], DoRA only
                                   base_model.model.<module>.lora_embedding_A, _B    of embeddings
 
-Parameters that stack the layers of all experts are nested: ``<module>`` has ``.base_layer`` behind
-it once for each parameter that PEFT wrapped later. Names and shapes are checked before any number
-is read. Refuses to know: torch, which modules a base model has.
+If parameters stack the layers of all experts, ``<module>`` ends with one ``.base_layer`` for each
+parameter that PEFT wrapped later. Names and shapes are checked before any number is read. Refuses
+to know: torch, which modules a base model has.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _BASE = ".base_layer"
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
 _MAX_TENSORS = 200_000
 _MAX_NAME_CHARS = 512
-_MAX_COMPARISONS = 4 * 10**6  # comparisons of patterns and targets with names of layers
+_MAX_COMPARISONS = 4 * 10**6  # most comparisons of patterns with layer names
 _MAX_HEADER_BYTES = 32 * 2**20
-_PIECE_BYTES = 2**20  # a multiple of every number's size
+_PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _VERSION = b"baton adapter 1\n"
-CheckNumbers = Callable[[memoryview, str], bool]  # takes the bytes of numbers, and their dtype
+CheckNumbers = Callable[[memoryview, str], bool]  # called with the numbers' bytes and dtype
 
 
 def read_adapter(
@@ -122,7 +122,7 @@ def open_adapter(source: Path) -> AdapterFiles:
 
 
 def _gguf_of(source: Path) -> Path | None:
-    """Return the GGUF file that a path means; None: the path means no such file.
+    """Return the GGUF file that a path names or a folder contains; None: no such file.
 
     Raises AdapterError if a folder without settings has several.
     """
@@ -244,7 +244,7 @@ def _module(
 
 
 def _resolved(config: AdapterConfig, stored: str) -> tuple[str, str, bool]:
-    """Tell what a layer's name in a file means.
+    """Find the layer of the base model that a layer's name in a file stands for.
 
     Returns:
         The name in the base model; the name that patterns of ranks match; and whether the layer is
@@ -275,7 +275,7 @@ def _read_numbers(
     """
     scales = {name: module.scale for name, module in files.modules.items()}
     settings: dict[str, object] = {"dora": files.uses_dora, "scales": scales}
-    if files.gguf_architecture:  # decides what A and B mean
+    if files.gguf_architecture:  # the architecture decides the order of rows in A and B
         settings["gguf"] = files.gguf_architecture
     digest = hashlib.sha256(_VERSION + _framed(settings))
     try:
@@ -313,7 +313,7 @@ def _pieces(
 
 
 def _framed(value: object) -> bytes:
-    """Return a value as JSON, behind its length."""
+    """Return a value as JSON, preceded by its length."""
     text = json.dumps(value, sort_keys=True).encode()
     return len(text).to_bytes(8, "little") + text
 

@@ -39,18 +39,18 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile, StoredTensor
 from baton.checkpoint.gguf.table import ARCHITECTURES
 
 GGUF = ".gguf"
-ANY_EXPERT = "*"  # in names of layers that are stacked for all experts
+ANY_EXPERT = "*"  # stands for the expert number in names of stacked layers
 _A, _B = ".lora_a", ".lora_b"
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.weight")
 _EMBEDDING = "token_embd"
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_TENSORS = 200_000
-# Changes that a converter makes to A and B, too: to rows, and so to B, or to columns, and so to A.
+# Converter changes that affect adapters: changes to rows affect B, changes to columns affect A.
 _CHANGES_OF_B = (
     Change.QUERY_HALVES, Change.KEY_HALVES, Change.VALUE_HEADS, Change.VALUE_CHANNELS,
 )  # fmt: skip
 _CHANGES_OF_A = (Change.VALUE_COLUMNS,)
-# Architectures whose files are also those of another family, with the same names and orders.
+# Architectures that another family's files also name, with equal tensor names and row orders.
 _SHARED = {"llama": "mistral"}
 
 

@@ -14,7 +14,7 @@ from baton.adapters.digest import AdapterDigest, AdapterError
 from baton.adapters.numbers import DTYPE_BYTES
 from baton.checkpoint.gguf.architecture import Change
 
-_MAX_SIZE = 2**24  # inputs or outputs of a linear layer
+_MAX_SIZE = 2**24  # most inputs or outputs of a linear layer
 
 
 class Layout(enum.Enum):
@@ -59,7 +59,7 @@ class AdaptedModule:
             arXiv:2402.09353); None: the norm is left as it is.
         layout: order of the numbers.
         num_experts: experts whose layers are stacked in these tensors; None: one layer.
-        is_embedding: whether the file means an embedding.
+        is_embedding: whether the adapted layer is an embedding.
         changes: what the file's converter did to the base layer's tensor, and so to A and B.
     """
 

@@ -31,7 +31,7 @@ def is_finite(data: bytes | memoryview, dtype: str) -> bool:
     """
     size = DTYPE_BYTES[dtype]
     high_bits, low_bits = _EXPONENTS[dtype]
-    data = bytes(data)  # only bytes have a table of translations
+    data = bytes(data)  # only bytes have `translate`
     high = data[size - 1 :: size].translate(_table(high_bits))
     if not low_bits:
         return not high.count(1)

@@ -37,7 +37,7 @@ def locate_adapter(source: str | Path) -> Path:
     try:
         path = Path(source).expanduser()
         is_here = path.exists()
-    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, a circle, ...
+    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, links in a circle, ...
         raise AdapterError(f"{str(source)!r:.200}: is no usable path: {error}") from error
     if is_here or isinstance(source, Path):
         return path

@@ -18,7 +18,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_TOKENS = 1024  # most tokens of an output; a router runs a call for each beam and token
-MAX_PENALTY = 10  # larger powers of a length may overflow a float
+MAX_PENALTY = 10  # longer outputs to a higher power may overflow a float
 
 EarlyStopping = bool | Literal["never"]
 TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first

@@ -15,8 +15,8 @@ from baton.api.errors import ConfigError, ModelLoadError
 # The largest known JSON files are tokenizers of 35 MB and indices of 10 MB.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_DEPTH = 64
-MAX_TEXT_BYTES = 16 * 2**20  # for files that people write
-MAX_DATA_BYTES = 4 * 2**30  # for files of prompts, and traces
+MAX_TEXT_BYTES = 16 * 2**20  # limit of files that people write
+MAX_DATA_BYTES = 4 * 2**30  # limit of files of prompts and of traces
 _MAX_SHOWN_CHARS = 300
 
 

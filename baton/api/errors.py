@@ -67,7 +67,7 @@ class InvalidRequestError(BatonError, ValueError):
         self.problem = problem
 
     def of_field(self, field: str) -> InvalidRequestError:
-        """Return this error for another name of the field, the one that the client used."""
+        """Return this error with the client's name for the field."""
         return InvalidRequestError(field, self.problem)
 
 
@@ -104,7 +104,7 @@ def _shortened(text: str) -> str:
 
 
 class PoisonRequestError(BatonError):
-    """Nodes died while computing a request like this, so it is not retried."""
+    """Nodes died while computing an equal request, so this request is not retried."""
 
 
 class UnauthenticatedError(BatonError):

@@ -98,7 +98,7 @@ def make_embedding(
 ) -> array[float]:
     """Return a pooled hidden state as an embedding.
 
-    Cutting it to its first dimensions is from Kusupati et al., arXiv:2205.13147.
+    The method of keeping only the first dimensions is from Kusupati et al., arXiv:2205.13147.
 
     Args:
         numbers: the pooled hidden state.
@@ -111,7 +111,7 @@ def make_embedding(
 
 
 def _normalized(numbers: array[float]) -> array[float]:
-    length = max(math.hypot(*numbers), 1e-12)  # as in torch's `normalize`
+    length = max(math.hypot(*numbers), 1e-12)  # the same least length as in torch's `normalize`
     return array("f", [number / length for number in numbers])
 
 

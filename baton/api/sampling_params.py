@@ -20,7 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_N = 128
-_LEAST_TOP_P = 5e-324  # stands for 0, which samplers do not accept: keeps one token
+_LEAST_TOP_P = 5e-324  # replaces a top_p of 0, which samplers do not accept; keeps one token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class SamplingParams:
         banned_token_ids: tokens that are never drawn.
         min_tokens: least output tokens, at most ``max_tokens``. Until then, tokens that end the
             output are drawn only if no others are allowed, and stop strings are ignored.
-        stop_token_ids: tokens that end the output; this token is part of the output.
+        stop_token_ids: tokens that end the output; the end token is part of the output.
         stop: strings that end the output; the text ends before the first one found.
         ignore_eos: whether to continue after the model's end-of-sequence token.
         logprobs: number of most probable tokens whose logprobs are returned with each output

@@ -44,7 +44,7 @@ def open_own_folder(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE:
-        os.fchmod(descriptor, 0o700)  # others' files may be in it: owners are checked
+        os.fchmod(descriptor, 0o700)  # other users' files may remain, so readers check owners
         found = os.fstat(descriptor)
     if not is_own(found):
         os.close(descriptor)

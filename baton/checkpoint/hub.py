@@ -104,7 +104,7 @@ def find_cached(model: str, name: HubName, patterns: Sequence[str]) -> Path | No
 
 def _cached_snapshot(repository: str, patterns: Sequence[str]) -> Path | None:
     """Return the folder of a repository in the hub library's cache; None: it is not there."""
-    import huggingface_hub  # here, as in `_files_of`
+    import huggingface_hub  # imported late, as in `_files_of`
 
     try:
         return Path(

@@ -26,7 +26,7 @@ _MAX_LIMIT = 2**31 - 1
 
 # File of NVIDIA's ModelOpt, whose older releases do not write quantization to config.json.
 MODELOPT_FILE = "hf_quant_config.json"
-# Files of an image processor, the first of which may contain what the second does.
+# Files of an image processor; the first may contain the settings of the second.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = [
     "config.json",
@@ -154,7 +154,8 @@ def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
     return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
-# Names in config.json -> what the families' files say; imported only to supply a missing limit.
+# Name in config.json -> the model's facts in its family's file, imported only to supply a missing
+# limit.
 _MODELS: Registry[Any] = Registry(
     "model architecture", ARCHITECTURES, plugin_group="baton.architectures"
 )

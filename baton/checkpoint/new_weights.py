@@ -24,7 +24,7 @@ from baton.processes.held_folder import HeldFolder
 PREFIX = "baton-weights-"
 SINGLE = "model.safetensors"
 _SUFFIX, _INDEX = ".safetensors", "model.safetensors.index.json"
-# Entries of a model's identity that must be equal in a source that has configuration files.
+# Identity entries in which a source with configuration files must equal the served model.
 _SHARED = ("model", "tokenizer", "chat_template", "generation_config")
 
 

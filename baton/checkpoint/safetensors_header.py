@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from baton.api.bounded_files import parse_object, size_of
 from baton.api.errors import ModelLoadError
 
-_LENGTH_BYTES = 8  # the file begins with the header's length in this many bytes
+_LENGTH_BYTES = 8  # bytes of the header's length, at the file's start
 _MAX_HEADER_BYTES = 100 * 2**20
 _MAX_SIZE = 2**48  # largest dimension
 _BITS = {

@@ -2,11 +2,11 @@
 
     | bytes of all tensors | index (JSON) | trailer |
 
-A file's name contains a key of its sources, and the boot in which a process last checked all bytes.
-A process that finds a file of an earlier boot checks all bytes first, because a power cut may have
-kept the end of the file off the disk. A finished file is renamed into place and never written
-again. A file may be removed at any time: processes that mapped it keep its pages. Refuses to know:
-tensors, how weights are packed, GPUs.
+A file's name contains a key of its sources, and the id of the boot in which a process last checked
+all bytes. A process that finds a file of an earlier boot checks all bytes first, because a power
+cut may have kept the end of the file off the disk. A finished file is renamed into place and never
+written again. A file may be removed at any time: processes that mapped it keep its pages. Refuses
+to know: tensors, how weights are packed, GPUs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 FOLDER = "weights"
 DEFAULT_LIMIT_BYTES = 20 * 2**30
 LEAST_BYTES = 16 * 2**20  # packing a smaller checkpoint is faster than finding its file
-ALIGNMENT = 64  # bytes; each tensor begins at a multiple
+ALIGNMENT = 64  # each tensor begins at a multiple of 64 bytes
 _SPARE_DISK_BYTES = 2**30  # bytes of the disk that stay free for other programs
 _MAX_AGE_S = 30 * 24 * 3600.0
-_MAX_NEW_AGE_S = 3600.0  # an older unfinished file is removed, because its writer is gone
-_LOCK_TIMEOUT_S = 100.0  # packing takes less time; a node that waited longer packs for itself
+_MAX_NEW_AGE_S = 3600.0  # seconds; an older unfinished file has lost its writer and is removed
+_LOCK_TIMEOUT_S = 100.0  # packing takes less; a node that waits longer packs the weights itself
 _LOCK_POLL_S = 0.02
 # A file that changes twice within one tick of the kernel's clock keeps its times.
 _YOUNG_NS = 2 * 10**9
-_PIECE_BYTES = 8 * 2**20  # written at once: file systems then take huge pages
+_PIECE_BYTES = 8 * 2**20  # bytes per write; large writes make file systems use huge pages
 _MAGIC = b"baton weights 1\n"
 _TRAILER = struct.Struct("<QQ32s32s16s")  # data bytes, index bytes, their digests, magic
 _MAX_INDEX_BYTES = 64 * 2**20
@@ -212,7 +212,7 @@ class CacheEntry:
                 elif name.endswith(_SUFFIX):
                     files.append((age, found.st_size, name))
         room = self.limit_bytes - size
-        for age, num_bytes, name in sorted(files):  # the one used last comes first
+        for age, num_bytes, name in sorted(files):  # most recently used first
             room -= num_bytes
             if room < 0 or age > _MAX_AGE_S:
                 logger.info("packed weights %s are removed: %.0f MiB", name, num_bytes / 2**20)

@@ -1,1 +1,1 @@
-"""The `baton` command."""
+"""The `baton` command: its sub-commands, options and output."""

@@ -147,7 +147,7 @@ def chat(
     served_name: ServedNameOption = "",
 ) -> None:
     """Talk to the model; Ctrl-D ends it, Ctrl-C stops an answer."""
-    with contextlib.suppress(ImportError):  # lets arrow keys work in `input`
+    with contextlib.suppress(ImportError):  # importing readline makes arrow keys work in `input`
         import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
     session_id = uuid.uuid4().hex  # one session, because every turn repeats the conversation
@@ -168,7 +168,7 @@ def chat(
                         model=served_name,
                     )
                     num_failed += not _answer(ask, messages, text)
-    if num_failed and not sys.stdin.isatty():  # fail in scripts; people have read the error
+    if num_failed and not sys.stdin.isatty():  # exit code for scripts; people have read the error
         raise typer.Exit(1)
 
 
@@ -189,7 +189,7 @@ def _print_text(text: str) -> None:
     screen, or write to the clipboard.
     """
     shown = on_terminal(text) if sys.stdout.isatty() else text
-    typer.echo(shown, nl=False, color=True)  # color: keep escape sequences in a pipe
+    typer.echo(shown, nl=False, color=True)  # color=True keeps escape sequences in a pipe
 
 
 def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:

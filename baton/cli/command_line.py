@@ -41,7 +41,7 @@ def with_option_names(text: str, names: Mapping[str, str]) -> str:
         return names.get(found[0], found[0])
 
     # A single word may be ordinary text, so it counts as a name only at the front.
-    text = text.removeprefix("structured_output.")  # an option for each field
+    text = text.removeprefix("structured_output.")  # each of its fields is an option
     return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
 
 
@@ -71,8 +71,8 @@ class OneLineUsageError(BadParameter):
     """A mistake on a command line, shown in one line like all other errors."""
 
     def show(self, file: Any = None) -> None:
-        """Print the line."""
-        from baton.processes.process import print_error  # here, since only errors need it
+        """Print the mistake and the remedy in one line."""
+        from baton.processes.process import print_error  # imported here, since only errors need it
 
         print_error(self.message)
 
@@ -124,7 +124,7 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except CommandError as error:  # an error about a file, which names the place itself
+        except CommandError as error:  # an error about a file already names its place
             self._end(error, error.exit_code)
         except _UsageError as error:
             raise OneLineUsageError(_usage_line(error, ctx), ctx) from error
@@ -141,7 +141,7 @@ class _Command(typer.core.TyperCommand):
             self._end(text, getattr(error, "exit_code", 1))
 
     def _end(self, error: object, exit_code: int) -> NoReturn:
-        from baton.processes.process import print_error  # here, since only errors need it
+        from baton.processes.process import print_error  # imported here, since only errors need it
 
         print_error(error)
         raise typer.Exit(exit_code) from None

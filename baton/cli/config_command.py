@@ -35,7 +35,7 @@ class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # type: ignore[m
 def _show(context: Any) -> None:
     """Print a line per option: name, value, source."""
     kind, values = PROGRAMS.load(context.info_name), context.params
-    make_or_refuse(kind, values)  # invalid options are reported instead
+    make_or_refuse(kind, values)  # reports invalid options instead of showing them
     rows = [
         (one.name, _value(one, values[one.name]), _place(context, one)) for one in options_of(kind)
     ]

@@ -147,7 +147,8 @@ def read_config_file(
 
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
     """Return whether this program has the option of an entry above all tables."""
-    if name in OF_ONE_PROCESS or name in PROGRAMS.names():  # the programs' names are tables
+    # programs' names are tables, not options
+    if name in OF_ONE_PROCESS or name in PROGRAMS.names():
         raise ConfigError(f"{name}: each program has its own; put it in a table such as [router]")
     if name in declared:
         return True
@@ -162,7 +163,7 @@ def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
         variable = variable_of(option.name)
         raise CommandError(f"{place}: is a secret; give it as {variable}", EXIT_USAGE)
     try:
-        if option.declaration.further:  # an option with one value or several
+        if option.declaration.further:  # the option accepts a list of values
             value = [value] if isinstance(value, str) else value
             return Given(msgspec.convert(value, list[str]), place, is_own)
         return Given(msgspec.convert(value, option.type), place, is_own)

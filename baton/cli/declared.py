@@ -59,7 +59,7 @@ def with_declared_options(
     made.__signature__ = inspect.Signature(ordered)
     made.__annotations__ = {one.name: one.annotation for one in ordered}
     made.declared = {one.name: one for own in declared.values() for one in own.values()}
-    del made.__wrapped__  # or Typer would read the original's types
+    del made.__wrapped__  # otherwise Typer would read the original's types
     return wrapped
 
 

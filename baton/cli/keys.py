@@ -77,7 +77,7 @@ def new(
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="File as for --api-keys-file.")]) -> None:
     """Show what each key allows; exit code 1 if the file is invalid."""
-    from rich.console import Console  # here, so that `--help` is fast
+    from rich.console import Console  # imported here, so that `--help` is fast
 
     keys = read_keys(file)
     table = make_table("name", "tenant", "roles", "expires", "models", "limits")

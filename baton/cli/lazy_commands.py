@@ -15,8 +15,7 @@ from baton.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a command is, as text, because `baton` does not import programs; and the first line of
-    its help."""
+    """A command's place as text, so that `baton` imports no program, and its first help line."""
 
     where: str
     summary: str

@@ -320,7 +320,7 @@ def join_beams(deltas: Sequence[TextDelta], beams: BeamSearchParams) -> list[lis
 
 def _beam(output: Completion, beams: BeamSearchParams) -> BeamCompletion:
     logprob = 0.0
-    for token in output.logprobs:  # in this order, and not by `sum`, as `BeamSearch` adds
+    for token in output.logprobs:  # added in the order of `BeamSearch`, for equal bits
         logprob += token.logprob
     return BeamCompletion(
         text=output.text,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 _READ_BYTES = 64 * 1024
 _SHOWN_CHARS = 1000
-_ERROR = "error: "  # how `print_error` begins a line
+_ERROR = "error: "  # beginning of a line that `print_error` writes
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|can't allocate memory", re.IGNORECASE)
 _WRITTEN_BY_PYTHON = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*")
 _SIGNALS = {
@@ -29,7 +29,7 @@ def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False
     """
     try:
         lines = _last_lines(log, log_start)
-    except OSError as error:  # without descriptors, or if somebody removed the log
+    except OSError as error:  # no descriptor is free, or the log was removed
         return f"{_of_code(code, ran_out)}; its log {log} cannot be read: {error.strerror}"
     return f"{_of_lines(lines) or _of_code(code, ran_out)}; log: {log}"
 

@@ -2,8 +2,8 @@
 
 Nodes may also run where Ray places them. Native kernels are built before nodes start, so that one
 process builds them and none waits. The deployment then starts the processes and waits until all
-pairs are connected. All processes end with it in any case: they hold a pipe of this process, which
-breaks even at kill -9.
+pairs are connected. All processes end when this process ends: they hold a pipe of this process,
+which breaks even at kill -9.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _AUDIT_LOG = "BATON_AUDIT_LOG"
-STOP_GRACE_S = 6.0  # in addition to the time for open requests
+STOP_GRACE_S = 6.0  # time to stop after open requests have ended
 _POLL_S = 0.1
 # Modules that every node will import. Given as text, because this process needs none of them.
 NODE_MODULES = (
@@ -61,7 +61,7 @@ NODE_MODULES = (
     "pydantic.type_adapter",
     "uvloop",
 )
-# Loads the part of a model that all nodes share.
+# Function that loads the part of a model that all nodes share.
 NODE_LOAD = "node_runtime.early_grammars:load_early_tokenizer"
 
 
@@ -84,8 +84,8 @@ class LocalDeploymentConfig:
         tls_folder: certificates in the form of `baton certs dev`, which all callers need; None: no
             TLS.
         insecure: whether to listen beyond loopback without TLS or authentication.
-        ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the one
-            in RAY_ADDRESS, or a new one on this machine; None: no Ray.
+        ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the
+            cluster in RAY_ADDRESS, or a new cluster on this machine; None: no Ray.
         lend_cores: whether nodes compute on each other's idle cores.
     """
 
@@ -116,7 +116,7 @@ class LocalDeploymentConfig:
 
     @property
     def nodes(self) -> list[tuple[str, str, str]]:
-        """Role, name and base model of each node; numbers run on over the base models."""
+        """Role, name and base model of each node; node numbers continue over the base models."""
         found = []
         for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             found += [
@@ -187,7 +187,7 @@ class Child:
 
 
 class LocalDeployment:
-    """Runs the processes, as a context manager that leaves none behind.
+    """Runs the processes, as a context manager that ends all of them.
 
     Args:
         on_build: called before native kernels are built, which takes a minute.
@@ -217,7 +217,7 @@ class LocalDeployment:
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
         for model in self.config.models:
-            find_here_or_on_hub(model)  # raises before kernels are built
+            find_here_or_on_hub(model)  # raises for an unknown model before kernels are built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
@@ -344,7 +344,7 @@ class LocalDeployment:
         return new
 
     def stop(self) -> None:
-        """End all processes; a second Ctrl-C kills those that take long."""
+        """End all processes; a second Ctrl-C kills the processes that still run."""
         try:
             self._stop_gracefully()
         except KeyboardInterrupt:
@@ -435,7 +435,7 @@ class LocalDeployment:
             )  # fmt: skip
 
     def _core_locks(self, cores: Sequence[Sequence[int]], num_ranks: Sequence[int]) -> str:
-        """Return the folder of locks by which nodes lend cores; empty if nodes lend none.
+        """Return the folder of locks for sharing idle cores; empty if nodes share none.
 
         Args:
             cores: each node's cores.
@@ -498,11 +498,11 @@ class LocalDeployment:
         return {
             **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            **self._tokens,  # as variables, because `ps` shows arguments
+            **self._tokens,  # tokens are variables, because `ps` shows arguments
         }
 
     def _make_template(self, num_threads: int) -> ProgramTemplate:
-        """Start the template of nodes that lend cores; each node has this many threads."""
+        """Start the process that forks nodes, each with ``num_threads`` threads."""
         environment = THREAD_VARIABLES | self._environment()
         environment["OMP_NUM_THREADS"] = str(num_threads)
         return ProgramTemplate(
@@ -516,9 +516,9 @@ class LocalDeployment:
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the nodes' template; None if no template can fork.
+        """Fork a node from the template process; None if no template process can fork.
 
-        Once all nodes are ready, the template is gone: a restarted node imports all modules
+        The template process ends once all nodes are ready; a restarted node imports all modules
         itself.
         """
         if self._template is None:
@@ -550,7 +550,7 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """Return the tokens of router and nodes; with any credentials, missing tokens are random."""
+    """Return all tokens; missing tokens are random if any credentials are used."""
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
@@ -569,7 +569,7 @@ def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[lis
     """
     in_all = sum(num_ranks)
     size, extra = divmod(len(cores), max(1, in_all))
-    first = 0  # counts ranks over all nodes
+    first = 0  # number of ranks of the nodes so far
     for own in num_ranks:
         ranks = range(first, first + own)
         first += own
@@ -615,7 +615,8 @@ def _chooses_audit_log(arguments: Sequence[str]) -> bool:
         if name == "--audit-log":
             return True
         if name == "--config":
-            with contextlib.suppress(OSError, ValueError):  # the program will report it
+            # the program itself will report the bad file
+            with contextlib.suppress(OSError, ValueError):
                 if "audit_log" in Path(value or following).read_text(encoding="utf-8"):
                     return True
     return False

@@ -30,9 +30,9 @@ from baton.kernel_library.compilers import BuildError, run_tool
 from baton.kernel_library.switch import SWITCH_VARIABLE, KernelSwitch, read_switch
 
 FOLDER_VARIABLE = "BATON_NATIVE_LIBRARIES"
-PACKAGED_FOLDER = "libraries"  # in the package baton_kernels
+PACKAGED_FOLDER = "libraries"  # folder in the package baton_kernels
 _INDEX = "libraries.json"
-_BUILD_LIMIT_S = 3600.0  # for one library, even on a busy machine
+_BUILD_LIMIT_S = 3600.0  # seconds to build one library, even on a busy machine
 _X86_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_V4 = (*_X86_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 # Beginnings of the line with CPU features in /proc/cpuinfo: x86, Arm.
@@ -194,7 +194,7 @@ def find_packaged_libraries() -> Path | None:
 
 
 class _UnsuitableError(BuildError):
-    """A folder has no library for this CPU, or other sources than these were compiled."""
+    """A folder has no library for this CPU, or its libraries were built from other sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ def _open(folder: Path, name: str, is_packaged: bool) -> int:
     """
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        follow = 0 if is_packaged else os.O_NOFOLLOW  # some installers put links in place of files
+        follow = 0 if is_packaged else os.O_NOFOLLOW  # installers may link the files of a package
         descriptor = os.open(name, os.O_RDONLY | follow | os.O_CLOEXEC, dir_fd=folder_fd)
         for path, found in ((folder, os.fstat(folder_fd)), (folder / name, os.fstat(descriptor))):
             if not is_packaged and not is_own(found):

@@ -1,10 +1,10 @@
 """Builds the C sources into a shared library in the user's cache, with the system's compiler.
 
 Each version of sources, compiler, flags and CPU has a library of its own. A lock on the cache
-folder (flock) lets one process build while others wait. Finished files are renamed into place. Who
-can write such a file could run code here, so folder and file must belong to this user alone, and
-are opened by descriptor. If the cache is not writable, a folder for temporary files is used. Knows
-nothing of the functions in the library.
+folder (flock) lets one process build while others wait. Finished files are renamed into place.
+Users who can write such a file could run code here, so folder and file must belong to this user
+alone, and are opened by descriptor. If the cache is not writable, a folder for temporary files is
+used. Knows nothing of the functions in the library.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ARM_FLAGS = ("-mcpu=native",)  # on Arm, clang knows -march=native only since r
 _CPU_FLAGS = {
     "x86_64": _X86_FLAGS, "AMD64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "arm64": _ARM_FLAGS
 }  # fmt: skip
-_CHOOSES_CPU = ("-march", "-mcpu")  # with one of these in CC, the user has chosen the CPU
+_CHOOSES_CPU = ("-march", "-mcpu")  # flags in CC by which the user chooses the CPU
 THREADS = "-fopenmp"
 _HAS_THREADS = sys.platform == "linux"  # team.c has the functions that GCC calls for `#pragma omp`
 _TIME_LIMIT_S = 300.0  # enough for busy machines; two cores take about 40 s
@@ -152,7 +152,7 @@ def _cache_folder() -> Path:
     """Return the folder for the library in the user's cache."""
     try:
         return cache_folder("native")
-    except CacheFolderError as error:  # without a home folder
+    except CacheFolderError as error:  # the user has no home folder
         raise _NotWritableError(str(error)) from error
 
 
@@ -184,7 +184,7 @@ def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
                 # Another process may have built the library in the meantime.
                 library = _open_own(name, folder_fd)
                 if library is None:
-                    _check_writable(folder_fd)  # before building, which takes a minute
+                    _check_writable(folder_fd)  # checked before building, which takes a minute
                     _store(make(), name, folder_fd)
                     library = _open_own(name, folder_fd)
     except OSError as error:
@@ -332,7 +332,7 @@ def compile_library(
     with (
         held,
         ThreadPoolExecutor(len(usable_cores())) as at_once,
-        Compilers(deadline) as compilers,  # exits first, as the threads wait for its processes
+        Compilers(deadline) as compilers,  # exits before the threads, which wait for its processes
     ):
         largest_first = sorted(sources, key=lambda one: -one.stat().st_size)
         objects = {f"{held.path}/{one.stem}.o": one for one in largest_first if one.suffix == ".c"}

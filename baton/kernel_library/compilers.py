@@ -54,7 +54,7 @@ class Compilers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The guard leads the group and is not reaped yet, so the group's number was not given away.
+        # The guard leads the group and is not reaped yet, so no other group can have this number.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         self._guard.communicate()

@@ -16,7 +16,7 @@ _BUILD = "build"
 
 @dataclass(frozen=True, slots=True)
 class KernelSwitch:
-    """The environment's wishes about native kernels.
+    """Choices about native kernels in the environment.
 
     Attributes:
         must_build: whether to build the library here even if a library was built ahead.
@@ -33,7 +33,7 @@ def are_kernels_off() -> bool:
 
 
 def read_switch(instruction_sets: Sequence[str]) -> KernelSwitch:
-    """Return the choice in the environment.
+    """Read the choice in ``BATON_NATIVE_KERNELS``.
 
     Args:
         instruction_sets: names that the environment may give.

@@ -34,7 +34,7 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
 }
 DEFAULT_HASH_ALGORITHM = "blake2b"
 _ROOT = b"baton/2"
-_OFFSET = struct.Struct("<i")  # negative: the image began in an earlier block
+_OFFSET = struct.Struct("<i")  # image's offset in a block; negative: it began in an earlier block
 
 
 def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
@@ -43,21 +43,22 @@ def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
     The chance that any two of a million blocks collide is 1 in 30 million. A collision is harmless:
     the router misjudges how much of a prompt a node has, but the node compares whole hashes. An
     attacker can find two colliding prompts of its own in some 2**32 hashes, but gains only a wrong
-    estimate for its own requests. Other tenants' hashes depend on a salt that it does not know.
+    estimate for its own requests. Other tenants' hashes depend on a salt that the attacker does not
+    know.
     """
     parts = [block_hash[:8] for block_hash in hashes]
     return struct.unpack(f"<{len(parts)}Q", b"".join(parts))
 
 
-# Entries of `NodeRegistration.compatibility` on which equal tokens' KV depends. The layout includes
-# scales and kinds of layers; the number of ranks does not matter.
+# Entries of `NodeRegistration.compatibility` on which the KV of given tokens depends. The layout
+# includes scales and kinds of layers; the number of ranks does not matter.
 CACHE_KEYS = (
     "model", "weights", "dtype", "linear_weights", "kv_cache_dtype", "kv_layout", "drafter",
 )  # fmt: skip
 
 
 def cache_namespace(entries: Mapping[str, str]) -> bytes:
-    """Return a digest of a node's properties; equal tokens have equal KV only if these are equal.
+    """Return a digest of a node's properties; KV is reusable only between nodes with equal digests.
 
     Args:
         entries: compatibility entries; a missing one counts as empty.

@@ -130,5 +130,5 @@ LayerKV = PagedKV | LatentKV | StateKV
 
 
 def as_replicated(kv: LayerKV) -> LayerKV:
-    """Return a copy of which every rank keeps the whole."""
+    """Return a copy of a layer's KV that every rank keeps whole."""
     return kv if isinstance(kv, LatentKV) else replace(kv, is_replicated=True)

@@ -54,15 +54,15 @@ class KVKind(enum.StrEnum):
 class HandOffRule(enum.StrEnum):
     """When a unit may be transferred."""
 
-    AS_IT_FILLS = "as it fills"  # a full unit never changes
-    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, whole
+    AS_IT_FILLS = "as it fills"  # each unit once it is full, because a full unit never changes
+    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, as a whole
 
 
 class KVOrder(enum.StrEnum):
     """Orders of a unit's bytes, which decide what is contiguous."""
 
-    LAYERS = "layers"  # all heads of a layer: a computed layer is one range
-    HEADS = "heads"  # all layers of a head: a rank's part is one range
+    LAYERS = "layers"  # layer by layer: a computed layer is one range
+    HEADS = "heads"  # head by head: a rank's heads are one range
 
 
 class KVArray(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
         """Return the layer slots of a group that a stage has, in order.
 
-        A single stage also has the unused slots, which make the units of all groups equal.
+        A single stage also has the unused slots, which give the units of all groups one size.
         """
         if self.num_stages == 1:
             return range(group.num_places)
@@ -257,7 +257,8 @@ def difference(own: KVManifest, other: KVManifest) -> str:
 def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return a rank's range of an axis: first index and end.
 
-    All shares are equal if the axis is divisible. Several ranks share an index if there are more.
+    All shares are equal if the axis is divisible. If there are more ranks than indexes, several
+    ranks share an index.
     """
     first = rank * size // num_ranks
     return first, max(first + 1, (rank + 1) * size // num_ranks)

@@ -29,7 +29,7 @@ class SecondsHistogram:
     sum_s: float = 0.0
 
     def note(self, seconds: float) -> None:
-        """Count one time."""
+        """Count one time of ``seconds``."""
         self.counts[bisect_left(RESIDENCY_S, seconds)] += 1
         self.sum_s += seconds
 
@@ -60,6 +60,6 @@ class BlockResidency:
         idle.sum_s += now - freed_at
 
     def copy(self) -> BlockResidency:
-        """Return a snapshot."""
+        """Return a copy that later events do not change."""
         idle = self.idle_before_eviction
         return BlockResidency(self.lifetime.copy(), idle.copy(), self.reuse_gap.copy())

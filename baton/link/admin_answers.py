@@ -16,7 +16,7 @@ from baton.link.words import AdminCall, AdminReply, RequestError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 * 2**10  # approximate size
-MAX_PART_BYTES = 4 * 2**20  # most that a router accepts in one message
+MAX_PART_BYTES = 4 * 2**20  # most bytes that a router accepts in one message
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_OPEN_CALLS = 8  # per router
 MAX_TIMEOUT_S = 120.0
@@ -72,7 +72,7 @@ class AdminAnswers:
             return RequestError("DEADLINE_EXCEEDED", f"no answer within {call.timeout_s:g} s")
         except BatonError as error:
             return RequestError(status_name(error), str(error))
-        except Exception as error:  # the interceptor: operators see any error
+        except Exception as error:  # operators see any error
             logger.exception("unexpected error in an admin call")
             return RequestError("INTERNAL", f"internal error: {type(error).__name__}")
         num_bytes, largest = sum(map(len, answer)), max(map(len, answer), default=0)

@@ -1,11 +1,11 @@
-"""Drain: brings a node to rest without losing requests.
+"""Drain: takes a node out of service without losing requests.
 
     SERVING -> DRAINING -> DRAINED        (and back, when told to serve again)
 
-A draining node says so in its beats, and every router answers that it knows. A link keeps its
-order, so by then no earlier request of this router is still on its way. DRAINED is therefore exact:
-no router places requests any more, and no request, transfer, or block that a peer may write is
-left.
+A draining node's beats carry the state, and every router confirms it with `DrainSeen`. Links keep
+the order of messages, so after the confirmation no earlier request of this router is in transit.
+DRAINED is therefore exact: no router places requests any more, and no request, transfer, or block
+that a peer may write is left.
 """
 
 from __future__ import annotations

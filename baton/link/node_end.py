@@ -64,7 +64,8 @@ class NodeEnd:
         self.router_id = ""
         self.joined = False
         self.obstacle = ""
-        # Each router gets a key of its own, so that none can pose as this node at another router.
+        # Each router gets a key of its own, so that no router can pose as this node at another
+        # router.
         self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._num_missed_beats = 0
 
@@ -106,7 +107,7 @@ class NodeEnd:
         return list(cut_message(message))
 
     def take(self, message: node_pb2.RouterMessage) -> Asked | None:
-        """Return a message's command for the node, deltas to send back at once, or None."""
+        """Return the command in a message, or deltas to send back at once; None: neither."""
         self._num_missed_beats = 0
         try:
             command = wire.command_from_proto(message)
@@ -154,7 +155,7 @@ def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:
     """Merge consecutive steps into one, so that fewer messages are sent.
 
     A slow event loop sends one message per round, and steps must not pile up before beats. A step
-    that has more than plain tokens ends a merged one, because a router reads plain tokens first.
+    with more than plain tokens ends a merged step, because a router reads plain tokens first.
     """
     merged = list[NodeEvent]()
     before: NodeEvent | None = None

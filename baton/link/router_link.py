@@ -197,7 +197,7 @@ class RouterLink:
         self._end.take_first(first)
         if not self.joined:
             return
-        while not self._events.empty():  # left over from an earlier link
+        while not self._events.empty():  # events left over from an earlier link
             self._events.get_nowait()
         self._stop_telling()
         await self._on_joined(True)
@@ -218,7 +218,7 @@ class RouterLink:
     async def _send_part(self, reply: AdminReply) -> None:
         """Queue a part of an answer when no event waits, so that tokens are hardly delayed.
 
-        On a link that is never idle, the part waits for a few pauses at most.
+        On a link that is never idle, the part is queued after `_MOST_PART_PAUSES` pauses.
         """
         for _ in range(_MOST_PART_PAUSES):
             if self._events.empty():

@@ -89,7 +89,7 @@ class RouterLinks:
         self._seers: set[str] = set()  # addresses of routers that know that this node drains
         # Engine id -> addresses of the routers that list the peer.
         self._peers: dict[str, set[str]] = {}
-        self._is_away = False  # between `leave` and `join`
+        self._is_away = False  # True between `leave` and `join`
         self._resolve_at = 0.0
 
     @property
@@ -234,7 +234,7 @@ class RouterLinks:
     def _make_link(self, address: str, host: str) -> RouterLink:
         async def on_joined(joined: bool) -> None:
             self._seers.discard(address)
-            if not joined:  # its list of peers is out of date
+            if not joined:  # the router's list of peers is out of date
                 for routers in self._peers.values():
                     routers.discard(address)
             await self._on_joined(any(link.joined for link in self._links.values()))

@@ -198,7 +198,7 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
-    newer = link.ServingState.DRAINING  # stands for states of newer versions
+    newer = link.ServingState.DRAINING  # replaces states that only newer versions know
     state = _SERVING_FROM_PROTO.get(message.serving_state, newer)
     return from_message(link.NodeBeat, message, serving_state=state)
 

@@ -10,7 +10,7 @@ from baton.wire.fields import to_message
 
 
 def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.ListBlocksResponse]:
-    """Split the ledger into messages of about this size; merged they give the whole ledger."""
+    """Split the ledger into messages of about ``part_bytes``; merged, they are the whole ledger."""
     part = to_message(
         admin_pb2.ListBlocksResponse,
         ledger,

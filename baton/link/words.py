@@ -24,7 +24,7 @@ from baton.telemetry.spans import TraceContext
 # Version of the link's messages. A change that readers of the previous version would misread raises
 # it. Each end supports its own version and the previous one. New fields need no new version.
 PROTOCOL = 1
-FIRST_PROTOCOL = 1  # version of ends that send no version
+FIRST_PROTOCOL = 1  # protocol version of peers that send no version
 REVISION = "revision"  # entry of ``compatibility`` that keeps revisions apart
 # Codes of a `RequestError` that are not gRPC's: no node is at fault, so try the request elsewhere.
 PREEMPTED, ADAPTER_MISSING = "PREEMPTED", "ADAPTER_MISSING"
@@ -138,7 +138,8 @@ class StepDeltas(msgspec.Struct, frozen=True):
     the wire format packs these into rows.
 
     Attributes:
-        epochs: attempt of each row, which also tells its request: a router's epochs never repeat.
+        epochs: attempt of each row; identifies the row's request, because a router's epochs never
+            repeat.
         deltas: all results that are no rows; they follow the rows.
     """
 
@@ -355,7 +356,7 @@ class DrainCommand:
 
 @dataclass(frozen=True, slots=True)
 class DrainSeen:
-    """Tell a draining node that this router places no more requests there. For the link."""
+    """Tell a draining node that this router places no more requests there. Handled by the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,13 +396,13 @@ RouterCommand = (
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """End every request that a router placed here. The link makes this when it breaks."""
+    """End every request that a router placed here. The link makes this command when it breaks."""
 
     reason: str
     router_id: str = ""
 
     def concerns(self, request_id: str) -> bool:
-        """Return whether that router placed a request, given the request's id on nodes."""
+        """Return whether the command's router placed a request, given its id on nodes."""
         return split_request_id(request_id)[1] == self.router_id
 
 

@@ -51,9 +51,9 @@ def read_header(data: bytes) -> ImageHeader:
     Raises:
         InvalidRequestError: the file is no image of a known format, or has several frames.
     """
-    from PIL import Image  # late, because it takes a while to import
+    from PIL import Image  # imported late, because importing Pillow takes a while
 
-    Image.MAX_IMAGE_PIXELS = None  # the reader has limits of its own
+    Image.MAX_IMAGE_PIXELS = None  # switches off Pillow's limit; our reader has its own limits
     try:
         with (
             warnings.catch_warnings(action="ignore"),

@@ -26,7 +26,7 @@ ENVIRONMENT = {
     # The address space is limited, so all threads share one heap.
     "MALLOC_ARENA_MAX": "1",
 }
-_MAX_DESCRIPTORS = 2**16  # more than a program has open when it forks
+_MAX_DESCRIPTORS = 2**16  # more descriptors than a program has open when it forks
 
 
 class ForkedProcess:
@@ -69,7 +69,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True, slots=True)
 class EarlyTemplate:
-    """A forked template.
+    """A forked template of workers, as its parent sees it.
 
     Attributes:
         control: socket on which `worker_processes` sends commands to the template.
@@ -115,7 +115,7 @@ def _be_template(control: socket.socket, make_work: Callable[[], Work]) -> None:
         use_one_heap()
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        kept = control.fileno()  # all other descriptors are the program's
+        kept = control.fileno()  # the only descriptor to keep; the others are the program's
         os.closerange(3, kept)
         os.closerange(kept + 1, _MAX_DESCRIPTORS)
         work = make_work()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Time for the process of a dead engine to log the reason, write its dump and close files.
 END_AFTER_DEATH_S = 3.0
 _PARENT_GRACE_S = 5.0
-_MAX_DESCRIPTORS = 2**20  # limits in containers can be absurdly high
+_MAX_DESCRIPTORS = 2**20  # descriptors; limits in containers can be absurdly high
 
 
 def run_program(
@@ -77,7 +77,7 @@ def _start_workers() -> None:
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    num_workers = min(32, (os.cpu_count() or 1) + 4)  # the loop's own default
+    num_workers = min(32, (os.cpu_count() or 1) + 4)  # asyncio's default number of threads
     workers = ThreadPoolExecutor(num_workers, thread_name_prefix="asyncio")
     are_started = threading.Barrier(num_workers + 1)
     for _ in range(num_workers):
@@ -183,6 +183,6 @@ def watch_parent() -> None:
                 break
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_PARENT_GRACE_S)
-        os._exit(1)  # the signal did not end this process
+        os._exit(1)  # reached only if the signal did not end this process
 
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()

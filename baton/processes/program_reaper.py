@@ -1,8 +1,8 @@
 """Program reaper: takes a template's place to report how forked programs end.
 
-When a template will not fork any more, it replaces itself by this program (`exec`). It keeps its
-process id and the programs as children, and its imported modules leave memory. The reaper imports
-only the standard library, and runs as a file, so that not even `baton` is imported:
+When a template will not fork any more, it replaces itself by this program (`exec`). The process
+keeps its id and its children, the programs; the template's imported modules leave memory. The
+reaper imports only the standard library, and runs as a file, so that not even `baton` is imported:
 
     python program_reaper.py CONTROL DESCRIPTOR:PID ...
 """

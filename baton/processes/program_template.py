@@ -26,13 +26,13 @@ import msgspec
 
 from baton.processes.child_processes import PYTHON_MODULE
 
-# Room in the template's command line, where programs write their own for `ps` to show.
+# Bytes reserved in the template's command line, where each program writes its own for `ps`.
 _TITLE_ROOM = " " * 4096
 _MAX_MESSAGE = 2**20
 _POLL_S = 0.05
 # Exit code of a program whose template has ended: only the template would know the real one.
 _UNKNOWN = -signal.SIGKILL
-_ARG_START = 45  # column of /proc/self/stat, counted after the command's name
+_ARG_START = 45  # index of arg_start in /proc/self/stat, after the name
 _REAPER = Path(__file__).with_name("program_reaper.py")
 
 
@@ -133,7 +133,7 @@ class ProgramTemplate:
         While the template exists, pages that a program has written to are in memory twice.
         Afterwards the template only reports how programs end, and `start` raises TemplateError.
         """
-        with self._lock, contextlib.suppress(OSError):  # an ended template has no memory
+        with self._lock, contextlib.suppress(OSError):  # a template that has ended holds no memory
             if not self._has_released:
                 self._has_released = True
                 self._control.send(msgspec.json.encode(_Release()))
@@ -271,7 +271,7 @@ def _serve(control: socket.socket) -> bool:
             command = msgspec.json.decode(message, type=_Start | _Release)
             if isinstance(command, _Release):
                 _become_reaper(control, programs)
-                continue  # exec failed, so this stays the template
+                continue  # exec failed, so this process stays the template
             pid = os.fork()
             if pid == 0:
                 for process in programs:

@@ -307,7 +307,7 @@ class WorkerProcesses:
             self._waiting.move_to_end(waiting)
             if not queue:
                 del self._waiting[waiting]
-            if not future.done():  # unless the caller gave up
+            if not future.done():  # the caller has not given up
                 self._active[waiting] += 1
                 future.set_result(self._idle.pop())
 
@@ -319,7 +319,8 @@ class WorkerProcesses:
             self._template, ours = early.process, early.control
         else:
             self._template, ours = _spawn_template()
-        with contextlib.suppress(ConnectionError):  # the callers of its workers will notice its end
+        # the template has ended; its workers' callers will notice
+        with contextlib.suppress(ConnectionError):
             ours.send(msgspec.json.encode(self._setup))
         self._control = ours
         self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
@@ -358,7 +359,8 @@ class WorkerProcesses:
     async def _has_ended(self, template: Template) -> bool:
         """Return whether this template has ended; if so, replace it."""
         if template.poll() is None:
-            await asyncio.sleep(_POLL_S)  # its sockets close before its end can be seen
+            # sockets close a moment before the process's end is visible
+            await asyncio.sleep(_POLL_S)
         if template.poll() is None:
             return False
         if self._template is template:

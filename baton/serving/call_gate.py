@@ -38,10 +38,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # instead of the caller's text, which may not be UTF-8
+_UNKNOWN_METHOD = "of this name"  # replaces the caller's method name, which may not be UTF-8
 # Most bytes of a message for health checks or reflection; such messages hold service names.
 MAX_OPEN_BYTES = 2**16
-_NOT_TOLD = ("prompt",)  # fields with clients' texts are not in the audit log
+_NOT_TOLD = ("prompt",)  # fields with clients' texts, left out of the audit log
 
 
 class Context:
@@ -163,7 +163,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             raise AssertionError("a refused call has no responses")
 
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
-        from structlog.contextvars import bind_contextvars  # here, since clients do not need it
+        # imported here, since clients do not need it
+        from structlog.contextvars import bind_contextvars
 
         tracing = self._tracing if Role.INFER in roles else NO_TRACING
         entry.join_trace(tracing, *trace_headers(raw))
@@ -202,8 +203,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # after a message no status could be sent
-                                # Headers first, in case the client does not read the first message.
+                            if not watch.num_sent:  # after a message, no other status could be sent
+                                # Send headers first, in case the client does not read the first
+                                # message.
                                 await raw.send_initial_metadata(())
                             watch.is_sending = True
                             yield response  # resumes when the client's side has accepted it
@@ -222,7 +224,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 self._note(method, context, request)
                 status = "OK"
                 yield response
-            except grpc.aio.BaseError:  # gRPC's own, as when a client disconnected
+            except grpc.aio.BaseError:  # gRPC's own error, as when a client disconnected
                 raise
             except Exception as error:
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
@@ -268,7 +270,7 @@ def _open(handler: Handler) -> Handler:
 
 
 async def _no_messages() -> AsyncIterator[Any]:
-    """Yield nothing."""
+    """Yield no message."""
     nothing: tuple[Any, ...] = ()
     for message in nothing:
         yield message

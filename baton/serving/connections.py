@@ -37,7 +37,7 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
 _MAPPED = "::ffff:"  # prefix of an IPv4 peer's address on a dual-stack socket
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # limits of log lines about clients' faults
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # seconds between two lines about an address; most addresses
 # Most bytes read from a connection at a time. asyncio's own 256 KiB would block the loop for half a
 # second if they came as chunks of one byte.
 _READ_BYTES = 2**14
@@ -92,7 +92,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
             self.end()
-            self.inner = asyncio.Protocol()  # a protocol that serves nothing
+            self.inner = asyncio.Protocol()  # serves nothing, as the connection is aborted
             self._transport.abort()
         self.inner.connection_made(transport)
 
@@ -148,7 +148,7 @@ class Listener:
         self._idle: dict[Connection, None] = {}
         self._waiting_of: dict[str, dict[Connection, None]] = {}
         self._num_of: dict[str, int] = {}
-        # A connection's unsent bytes, and the time of that count.
+        # Connection -> (number of unsent bytes, time when they were counted).
         self._unsent: dict[Connection, tuple[int, float]] = {}
 
     async def start(
@@ -298,7 +298,7 @@ class Listener:
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Return the longest waiting connection without unsent bytes, in the groups' order."""
+        """Return the longest waiting connection without unsent bytes; earlier groups go first."""
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:
@@ -310,7 +310,7 @@ class Listener:
             return False
         self.counts.displaced += 1
         connection.abort()
-        connection.end()  # free its place now, before the loop notices the close
+        connection.end()  # frees its place before the loop notices the close
         return True
 
     async def _set_up(self, connection: Connection, sock: socket.socket) -> None:

@@ -22,8 +22,8 @@ MAX_COMING = 32
 MAX_WAITING = 1024
 # Time for 8 MiB at 64 KiB/s, HTTP's slowest allowed rate.
 MESSAGE_TIMEOUT_S = 138.0
-MAX_STREAMS = 512  # health watches per caller
-MAX_MESSAGE_STREAMS = 32  # streams per caller that may bring messages, such as reflection
+MAX_STREAMS = 512  # most health watches per caller
+MAX_MESSAGE_STREAMS = 32  # most streams per caller with messages from it, such as reflection
 
 
 class _Caller:

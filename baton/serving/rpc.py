@@ -36,7 +36,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 # A client's message grows on its way to a node, because text becomes token ids.
 MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
 MAX_STREAMS = 2048  # most concurrent calls per connection
-# Limit of other servers, lower because a call takes 25 to 40 KiB while its answer is unread.
+# The same limit for servers with few callers; a call takes 25 to 40 KiB while its answer is unread.
 FEW_STREAMS = 64
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -48,7 +48,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 # The library supports v1alpha only.
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-_IDENTITY_ONLY = 1  # bit in gRPC's set of compression algorithms
+_IDENTITY_ONLY = 1  # bit of "no compression" in gRPC's set of algorithms
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),
@@ -61,7 +61,8 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
     # A few compressed kilobytes could become megabytes, and many messages gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    # Both limits are the guard's: between two different limits gRPC would refuse at random.
+    # Both limits equal the guard's limit. If they differed, gRPC would refuse calls between them at
+    # random.
     ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
     ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
 ]

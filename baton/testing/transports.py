@@ -30,7 +30,7 @@ BLOCK_SIZE = BLOCK_SHAPE[3]
 NUM_BLOCKS = 16
 UNTOUCHED = -1.0
 TIMEOUT_S = 20.0
-_numbers = itertools.count()  # an engine id is never used twice
+_numbers = itertools.count()  # numbers for engine ids; no engine id is used twice
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class TransportContract:
             pair.push("a", 0, (4, 0, 11), 10, token_id=77)
             committed = pair.wait("d", TransferEventKind.COMMITTED)
             assert committed.record == HandoffRecord(num_tokens=10, token_id=77)
-            pair.assert_arrived({4: 9, 0: 3, 11: 15})  # all is there when the record is
+            pair.assert_arrived({4: 9, 0: 3, 11: 15})  # all blocks have arrived before the record
             pair.wait("p", TransferEventKind.COMMITTED)
 
     def test_bytes_are_there_when_a_watermark_tells_of_them(self) -> None:

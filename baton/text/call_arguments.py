@@ -15,7 +15,7 @@ WHOLE = "arguments"
 _SIGN = re.compile(r'["\\{}\[\],]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSING = {"{": "}", "[": "]"}
-_ESCAPE_CHARS = {"u": 5}  # number of characters after the backslash if it is not 1
+_ESCAPE_CHARS = {"u": 5}  # escape letter -> characters after the backslash, if not 1
 
 
 def read_arguments(text: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def complete_object(text: str) -> dict[str, Any] | None:
     missing, or is cut within a number or a word.
     """
     opened: list[str] = []
-    certain = 0  # end of the part that only lacks closing brackets
+    certain = 0  # end of the text that closing brackets would complete
     end = len(text)
     in_string, position = False, 0
     while (found := _SIGN.search(text, position)) is not None:

@@ -105,7 +105,7 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **(options or {}),
             "messages": [self._as_read(message) for message in messages],
-            "tools": list(tools) or None,  # templates test whether tools are None
+            "tools": list(tools) or None,  # None without tools, because templates test for None
         }
         try:
             return self._templates[self._name(bool(tools))].render(variables)
@@ -254,7 +254,7 @@ def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
     return frozenset(finder.undeclared_identifiers)
 
 
-@jinja2.pass_context  # absent while a template is compiled
+@jinja2.pass_context  # jinja2 calls it only at rendering, not at compiling
 def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
     return value
 

@@ -33,7 +33,7 @@ def with_last_marked(
         return
     marked = f"{thought}{_MARK}{_BLANK}"
     yield [*before, {**last, **{name: marked for name in REASONING_FIELDS if name in last}}]
-    if thought_tag:  # for templates that drop thoughts
+    if thought_tag:  # second way, for templates that drop thoughts
         kept = {name: value for name, value in last.items() if name not in REASONING_FIELDS}
         yield [*before, {**kept, "content": f"{thought_tag}\n{marked}"}]
 

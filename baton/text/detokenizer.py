@@ -1,7 +1,7 @@
 """Detokenizer: makes the text of a growing output; cuts between pieces do not change the text.
 
 In most vocabularies a token alone determines the bytes that it adds; these are joined and decoded
-as UTF-8. For the few others, the library decodes token by token.
+as UTF-8. For the few other vocabularies, the library decodes token by token.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class _Window:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._ids: list[int] = []
-        self._start = 0  # decoding starts earlier: tokens may depend on the one before
+        # first id to decode, before the shown ones: a token's text may depend on the token before
+        self._start = 0
         self._shown = 0
         self._look_at = 0  # number of ids at which to decode again
 

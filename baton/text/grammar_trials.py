@@ -108,7 +108,7 @@ class GrammarTrials:
 
 @dataclass(frozen=True, slots=True)
 class EarlyGrammars:
-    """The parts for grammars that a program loaded and forked before its threads started.
+    """Tokenizer and worker template for grammars, made before the program's threads started.
 
     Attributes:
         tokenizer: tokenizer that the template shares.

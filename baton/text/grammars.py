@@ -116,7 +116,8 @@ def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
         yield
     except InvalidRequestError:
         raise
-    except BaseException as error:  # Rust panics are no Exceptions; signals cannot come here
+    # Rust panics do not derive from Exception; signals cannot arrive here
+    except BaseException as error:
         raise invalid_grammar(structured_output, str(error) or type(error).__name__) from None
 
 

@@ -75,7 +75,7 @@ _PROPERTY = re.compile(r"\\([pP])(?:\{(\^?)(\w+)\}|(\w))")
 # Unicode categories in which JSON escapes no character.
 _SAFE_CATEGORY = re.compile(r"[LNMSZ][a-z]?|(?:Letter|Number|Mark|Symbol|Separator)")
 _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z]\w*>|(?P<flags>[a-z]*(?:-[a-z]+)?)(?P<end>[:)])))?")
-MAX_CHARS = 16_384  # converting this many takes some hundredths of a second
+MAX_CHARS = 16_384  # longest grammar; converting it takes some hundredths of a second
 _KINDS = ("string", "regex", "range")  # kinds of tokens that match texts
 _SKIP = "quoted-skip"  # name of the rule for texts that are ignored
 _MAX_HEAD_TOKENS = 64  # most tokens of a definition before its colon
@@ -180,7 +180,8 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
     is_first = True  # at the beginning of a line
     found: list[tuple[str, str]] = []
     for one in _TOKEN.finditer(text):
-        if one[0] in ('"', "/"):  # otherwise it would be searched again and again
+        # An unclosed text: going on would search the rest again and again.
+        if one[0] in ('"', "/"):
             shown = text[one.start() : one.start() + 80]
             raise _refused(f"{shown!r}: a text or a regex is not closed")
         found.append((str(one.lastgroup), one[0]))
@@ -384,7 +385,7 @@ _QUANTIFIER = re.compile(r"([*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 def _joined(items: list[tuple[_Part, str]]) -> str:
     """Write a sequence of parts and quantifiers as an expression of rules."""
     written: list[str] = []
-    run = before = ""  # consecutive plain parts; characters of a class that may come before them
+    run = before = ""  # run: consecutive plain parts; before: characters that may precede them
     for index, (part, often) in enumerate([*items, (_Part(rule='""'), "")]):
         if part.is_plain:
             run += part.plain + often

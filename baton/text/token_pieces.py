@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders for which only the token counts, and whether it is the first one.
+# Decoders whose result depends only on the token, and on whether the token comes first.
 _LOCAL = {"Replace", "Metaspace", "WordPiece"}
 _ANCHOR = "x"  # decoded before a token, to see what the token adds
 
@@ -106,7 +106,7 @@ def output_pieces(
 
         return look_up
 
-    if description is None:  # in this case the library puts blanks between tokens
+    if description is None:  # without a decoder, the library puts blanks between tokens
         return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
     parts, behind = _around_fuse(list(_parts(description)))
     kinds = [str(part.get("type")) for part in parts]

@@ -68,7 +68,7 @@ class Tokenizer:
         decoder = _described(self._tokenizer.decoder)
         self._bytes_of = piece_decoder(decoder)
         self._decoder = decoder
-        self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # by skipped token ids
+        self._pieces: dict[frozenset[int], OutputPieces | None] = {}  # skipped token ids -> pieces
         self.longest_token_chars = max(map(len, vocabulary), default=1)
         if self._tokenizer.normalizer is not None:
             self.longest_token_chars *= _MAX_SHRINKAGE

@@ -34,7 +34,7 @@ def from_message(kind: type[_Value], message: Message, **others: Any) -> _Value:
         others: fields that are not copied, with their values.
     """
     copied: dict[str, Any] = {}
-    fields = _common_fields(kind, type(message))  # type: ignore[arg-type]  # as above
+    fields = _common_fields(kind, type(message))  # type: ignore[arg-type]  # classes are hashable
     for one in fields:
         if one.name in others or (one.may_be_absent and not message.HasField(one.name)):
             continue

@@ -18,9 +18,9 @@ from typing import TypeAlias, Union
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-_NUMBERS_OF_A_PART = 16  # parsing takes at least this many numbers in the time of one message
-_LONG_NUMBER, _LONG_TAG = 2, 8  # extra parts for each of these
-_NOT_THE_LAST = bytes(range(128, 256))  # all bytes of a number but the last one
+_NUMBERS_OF_A_PART = 16  # least numbers that are parsed in the time of one message
+_LONG_NUMBER, _LONG_TAG = 2, 8  # parts that a long number or tag counts in addition
+_NOT_THE_LAST = bytes(range(128, 256))  # bytes that continue a number
 _MAX_VARINT_BYTES = 10
 
 # A message's fields by tag: a table for a field that is a message, None for packed numbers. Texts

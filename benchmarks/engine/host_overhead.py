@@ -39,7 +39,7 @@ from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 BATCHES = (1, 32, 256)
-CONTEXT = 1000  # tokens of each request
+CONTEXT = 1000  # context tokens of each request
 WARM_UP_STEPS, STEPS = 20, 100
 # Shape of Qwen3-0.6B. Depth and vocabulary are smaller, which changes no figure.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
@@ -49,7 +49,7 @@ LAYER_STEPS = 60
 # Milliseconds of each burst of the other thread, which then sleeps twice as long.
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
-SWITCH_INTERVALS_MS = (5.0, 0.5)  # CPython's default, and a short one
+SWITCH_INTERVALS_MS = (5.0, 0.5)  # CPython's default, and a short interval
 Figures = dict[str, float]
 REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions lack chunk replay
 
@@ -118,7 +118,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
     whole, inside = [], []
     with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
         for _ in range(WARM_UP_STEPS + STEPS):
-            start = time.process_time()  # CPU time of both threads; one computes at a time
+            start = time.process_time()  # CPU time of all threads; only one computes at a time
             engine.step()
             whole.append(time.process_time() - start)
             inside.append(sum(calls))
@@ -397,7 +397,8 @@ def checkout(revision: str) -> Iterator[Path]:
         subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
         try:
             (tree / ".venv").symlink_to(ROOT / ".venv")
-            shutil.rmtree(tree / "benchmarks")  # this tree's benchmarks measure both revisions
+            # both revisions are measured by this tree's benchmarks
+            shutil.rmtree(tree / "benchmarks")
             yield tree
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)

@@ -43,7 +43,7 @@ def _host(what: str, target: str, place: str, holds_back: str = "") -> Row:
     def measure(document: Json) -> Found:
         found = number(document, "now", place)
         text = f"{found:g}"
-        with contextlib.suppress(KeyError):  # a part that came with the revision
+        with contextlib.suppress(KeyError):  # the older revision lacks this part
             text += f" (before: {number(document, 'before', place):g})"
         return Found(text, found)
 

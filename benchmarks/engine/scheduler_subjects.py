@@ -31,10 +31,10 @@ NUM_WAITING = 10_000
 NUM_PARKED = 1_000  # the part of NUM_WAITING that waits for remote KV
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000
-MAX_BATCHED_TOKENS = 2**17  # all prompts fit in the first step
+MAX_BATCHED_TOKENS = 2**17  # large enough for all prompts in the first step
 PROMPT_TOKENS = 256
 WAITING_PROMPT_TOKENS = 64
-OUTPUT_TOKENS = 256  # per request, in loads whose requests end
+OUTPUT_TOKENS = 256  # output tokens of a request, in loads whose requests end
 
 
 # ---------------------------------------------------------------------- the baseline
@@ -129,7 +129,7 @@ LOADS = (
 
 
 class BatonSubject:
-    """`engine.Scheduler`."""
+    """Baton's scheduler, `engine.Scheduler`, as a subject."""
 
     def __init__(self, load: Load, prompts: Prompts, *, prefix_cache: bool) -> None:
         hasher = BlockHasher(BLOCK_SIZE) if prefix_cache else None
@@ -174,7 +174,7 @@ class BatonSubject:
 
 
 class MinimalSubject:
-    """The baseline."""
+    """The baseline, `MinimalScheduler`, as a subject."""
 
     def __init__(self, load: Load, prompts: Prompts) -> None:
         self.scheduler = MinimalScheduler()

@@ -42,7 +42,7 @@ EDIT = "Rename the first function of this file, and give back the whole file.\n\
 SUMMARISE = "Summarise this text in its own words, sentence by sentence.\n\n{}"
 TASKS = {"editing code": (CODE, EDIT), "summarising": (PROSE, SUMMARISE)}
 PROMPT_TOKENS = 400  # from each file
-NUM_DRAFTS = 5  # the default; Medusa drafts as many tokens as it has heads
+NUM_DRAFTS = 5  # default number of drafts; Medusa has one draft per head
 DEMO = ROOT / "examples" / "demo_model"
 PEERS = "transformers"
 PARTS = (*TASKS, "medusa", "eagle", "mtp", "draft_model", PEERS)
@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison.
+    """One comparison of an engine with drafts and one without.
 
     Attributes:
         ratio: tokens per second with drafts, divided by those without.

@@ -4,7 +4,7 @@ Qwen3-0.6B's shape, random weights in bfloat16, and an adapter of each rank on a
 Base and adapters take turns in one process, so that both have the same machine; the median of the
 rounds' ratios counts. With `--peers llamacpp`, llama.cpp reads the same weights and adapters as
 GGUF files. Its server computes requests of different adapters one adapter after another, and so
-does this comparison (adapters_llamacpp.py). served/served_adapters.py has what is served over HTTP.
+does this comparison (adapters_llamacpp.py). served/served_adapters.py measures serving over HTTP.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from benchmarks.runner.run import Document, Run
 
 RANKS = (8, 16, 32, 64)
 DECODE, PREFILL = "decode 8", "prefill 2048"
-# Requests and tokens of a prompt.
+# Case -> (requests, tokens of each prompt).
 SIZES = {DECODE: (8, 32), PREFILL: (4, 512)}
-Generate = Callable[[Sequence[list[int]], int, bool], object]  # prompts, new tokens, with adapters
+# arguments: prompts, number of new tokens, whether with adapters
+Generate = Callable[[Sequence[list[int]], int, bool], object]
 
 
 def make_adapter(folder: Path, shape: Mapping[str, Any], rank: int) -> None:
@@ -75,7 +76,7 @@ def rates_of(generate: Generate, rounds: int, num_tokens: int) -> dict[str, list
     """Return the rates of base and adapters of each round, by case; the first turns alternate."""
     found: dict[str, list[list[float]]] = {}
     for case in SIZES:
-        for adapted in (False, True):  # writes caches, and records tapes
+        for adapted in (False, True):  # warm-up: writes caches and records tapes
             rate_of(generate, case, 4, adapted=adapted)
         found[case] = []
         for number in range(rounds):
@@ -131,7 +132,7 @@ class Options:
         ranks: rank of each adapter of the rates.
         rounds: turns of base and adapters.
         tokens: decode steps per turn.
-        peers: llamacpp is built if need be.
+        peers: other engines to time; llamacpp is built if missing.
         cold: adapters that are loaded in each of two phases.
         requests: requests for each routing policy.
     """

@@ -55,7 +55,7 @@ class Model:
         return tokens
 
     def _step(self, tokens: Prompts, position: int, adapted: bool) -> list[list[int]]:
-        """Compute each request's tokens from a position on; return each one's next token."""
+        """Compute each request's tokens from a position on; return each request's next token."""
         found: dict[int, list[int]] = {}
         for adapter, requests in self._groups(len(tokens), adapted):
             found |= self._decode(adapter, {one: tokens[one] for one in requests}, position)

@@ -38,7 +38,7 @@ LIMIT_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Something to time.
+    """Prompts or decode steps to time.
 
     Attributes:
         prompt_tokens: tokens of each prompt.
@@ -72,7 +72,7 @@ def time_case(llm: Any, case: Case, seed: int) -> float:
     """Return milliseconds per prompt, or per decode step."""
     from baton.api.sampling_params import SamplingParams
 
-    random.seed(f"{seed} {case.name}")  # no prompt begins as another one
+    random.seed(f"{seed} {case.name}")  # no two prompts share a beginning
     size, count = case.prompt_tokens, case.num_prompts
     prompts = [[random.randrange(100, 20_000) for _ in range(size)] for _ in range(count)]
 
@@ -177,5 +177,5 @@ def run(
     return {"instruction_set": instruction_set(), "files": results}
 
 
-if __name__ == "__main__":  # in a process of its own
+if __name__ == "__main__":  # `diverge` runs this file in a process of its own
     print(json.dumps(time_file(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

@@ -53,7 +53,7 @@ TRUE_SHAPE = {
 PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
 DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
 CASES = PREFILL + DECODE
-DTYPES = {"": "float32", "bf16": "bfloat16"}  # of unquantized weights, by the subject's suffix
+DTYPES = {"": "float32", "bf16": "bfloat16"}  # dtype of unquantized weights by the subject's suffix
 # Peer -> packages to install. torch and transformers come from this environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),

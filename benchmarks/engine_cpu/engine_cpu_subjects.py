@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS = 32  # per prompt of a decode case
+PROMPT_TOKENS = 32  # tokens per prompt of a decode case
 Prompts = Sequence[list[int]]
-Generate = Callable[[Prompts, int], object]  # prompts of equal length, tokens per prompt
+# arguments: prompts of equal length, new tokens per prompt
+Generate = Callable[[Prompts, int], object]
 
 
 def baton(folder: Path, threads: int, weights: str) -> Generate:
@@ -49,7 +50,7 @@ def baton(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def transformers(folder: Path, threads: int, weights: str) -> Generate:
-    """Hugging Face's generate with its default, dynamic cache."""
+    """Load a model for Hugging Face's `generate` with its default, dynamic cache."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +75,7 @@ def transformers(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def vllm(folder: Path, threads: int, weights: str) -> Generate:
-    """vLLM's CPU build, compiled."""
+    """Load vLLM's CPU build, with compilation."""
     import os
 
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -100,7 +101,7 @@ def vllm(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
-    """ONNX Runtime GenAI; its own builder converts the checkpoint, into a folder beside it."""
+    """Load ONNX Runtime GenAI; its own builder converts the checkpoint into a folder beside it."""
     import subprocess
     import sys
 
@@ -139,7 +140,7 @@ def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def openvino(folder: Path, threads: int, weights: str) -> Generate:
-    """OpenVINO GenAI with continuous batching; converts the checkpoint into a folder beside it."""
+    """Load OpenVINO GenAI with continuous batching; convert the checkpoint into a folder."""
     import subprocess
     import sys
 
@@ -183,7 +184,7 @@ def openvino(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
-    """llama.cpp, built for this CPU; converts the checkpoint into a file beside it."""
+    """Load llama.cpp, built for this CPU; convert the checkpoint into a file beside it."""
     import llama_cpp as api
 
     sys.path.append(str(Path(__file__).resolve().parents[2]))

@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "first_k_dense_replace": 12,
-            "n_routed_experts": 8,  # the config needs it, though no layer here has experts
+            "n_routed_experts": 8,  # required field, though no layer here has experts
             "num_experts_per_tok": 2,
         },
     ),

@@ -39,7 +39,7 @@ FORMS = {
     "Qwen3MoeForCausalLM": Form("qwen3moe"),
     "MixtralForCausalLM": Form("llama", turns_neighbours=True),
     "Gemma3ForCausalLM": Form("gemma3", norms_from=1.0),
-    "DeepseekV2ForCausalLM": Form("deepseek2"),  # its checkpoints already have adjacent pairs
+    "DeepseekV2ForCausalLM": Form("deepseek2"),  # checkpoints already have adjacent pairs
 }
 
 
@@ -84,7 +84,7 @@ def as_gguf(folder: Path, weights: str) -> Path:
         kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
         quantize(
             whole, path, kind, pure=True
-        )  # without a larger type for some tensors, as in other engines
+        )  # pure: no tensor gets a larger type, as in other engines
     return path
 
 
@@ -146,7 +146,8 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
-    rope = rope.get("full_attention", rope)  # Gemma; llama.cpp knows the rope of windowed layers
+    # for Gemma; llama.cpp has the windowed layers' RoPE built in
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])

@@ -12,7 +12,7 @@ import numpy as np
 def decode_batch(
     context: Any, tokens: Mapping[int, Sequence[int]], position: int, vocab_size: int
 ) -> dict[int, list[int]]:
-    """Compute tokens of sequences from a position on; return each one's most probable next token.
+    """Compute tokens of sequences from a position on; return each sequence's best next token.
 
     Args:
         tokens: new tokens by number of the sequence.

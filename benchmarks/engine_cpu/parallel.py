@@ -28,9 +28,9 @@ from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# A transport's sums follow each other, as in a step, so that the ranks arrive together.
+# Sums over one transport follow one another, as in a step, so that the ranks arrive together.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
-# Threads of all ranks together, ranks per stage, stages.
+# Name -> (threads of all ranks together, ranks per stage, stages).
 ENGINES = {
     "one process, 1 thread": (1, 1, 1),
     "one process, 2 threads": (2, 1, 1),
@@ -183,7 +183,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
             for number in range(NUM_HANDOVERS + 1):
                 prompt = draw.choices(range(4000), k=PROMPT_TOKENS)
                 _, handed = receipt_of(client, prompt, params)
-                if number:  # the first one warms up
+                if number:  # the first hand-off warms up
                     pushes.setdefault((layout, name), []).append(handed.push)
 
     # The kernel places threads differently at each start, so each layout starts several times.
@@ -202,7 +202,7 @@ def measure_handovers() -> dict[str, dict[str, float]]:
     return found
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- the whole run
 
 
 def ratios(

@@ -233,7 +233,7 @@ PARALLEL = Source("parallel", (
 
 
 def _routed(column: str, form: str, best: Callable[..., float]) -> Measure:
-    """Make a row of the cost policy's figure over the best policy's that does not see adapters."""
+    """Make a row: the cost policy's figure / that of the best policy that ignores adapters."""
 
     def measure(document: Json) -> Found:
         found = {name: number(row, column) for name, row in at(document, "routing").items()}

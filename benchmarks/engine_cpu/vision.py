@@ -35,7 +35,7 @@ MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A vision encoder.
+    """Sizes of a vision encoder, and inputs for it.
 
     Attributes:
         vision: fields of the vision part.
@@ -54,7 +54,7 @@ class Shape:
 
 
 def _tile(side: int) -> dict[str, Any]:
-    """Return one tile."""
+    """Return the encoder's inputs for one tile of ``side`` pixels."""
     import torch
 
     return {"pixel_values": torch.randn(1, 1, 3, side, side)}
@@ -117,7 +117,7 @@ def run(
 
     Args:
         run: the run.
-        shapes: encoders.
+        shapes: encoders to time.
         dtypes: types to compute in.
         threads: threads of both engines.
         rounds: timed rounds; one more warms up.
@@ -187,7 +187,7 @@ def both_engines(
 
     @torch.inference_mode()
     def ours(inputs: Any) -> Any:
-        # The first axis, of images, is not there for us; a list of patches has none.
+        # Our encoder's inputs lack the first axis (images); so does a list of patches.
         one = {n: x if n == "pixel_values" and x.dim() == 2 else x[0] for n, x in inputs.items()}
         return model.vision.encode(one)
 

@@ -1,10 +1,10 @@
 """Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
 
-A router, two prefill and two decode nodes with NIXL on this machine, the demo model, a continuous
-load whose right answers are known. Half of the requests ask for one of two LoRA adapters, and an
-operator's third one needs a slot of theirs. After each drill: every request had an end, no token
-was wrong, every block of every node is free again, and no process died that was not told to. The
-numbers of the arrows are those of docs/protocol/README.md.
+A router, two prefill and two decode nodes with NIXL run on this machine. They serve the demo model
+to a continuous load with known answers. Half of the requests ask for one of two LoRA adapters; an
+operator also loads a third adapter, which needs a slot of these two. After each drill, every
+request must have ended, no token may be wrong, every block of every node must be free, and only
+killed processes may have ended. Arrows have their numbers from docs/protocol/README.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NODE_ARGS = [
 ]
 ADAPTER_ARGS = ["--max-adapters", "2"]
 SPARE = "c"  # the adapter that no request asks for
-FILES_BACK_S = 15.0  # the router leaves nodes out for 5 s
+FILES_BACK_S = 15.0  # longer than the 5 s for which the router avoids a node
 RANK_ARGS = ["--tensor-parallel-size", "2"]
 # Arrow of the diagram -> process to kill, and the point in it (an option of the connector).
 ARROWS = {
@@ -76,8 +76,8 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
-RANK_DETECTION_S = 1.0  # from the signal until the router notices
-FLUSH_INTERVAL_S = 1.0  # cached blocks are not sent, so a drill needs empty caches
+RANK_DETECTION_S = 1.0  # seconds from the signal until the router notices
+FLUSH_INTERVAL_S = 1.0  # seconds between cache flushes; drills need hand-offs of whole prompts
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ async def load_and_unload(site: Site) -> None:
 
 
 async def take_files_away(site: Site) -> None:
-    """Restart all decode nodes without an adapter's files, then bring these back.
+    """Restart all decode nodes without an adapter's files, then bring the files back.
 
     Meanwhile, requests of this adapter are refused, and never answered by the base model.
     """
@@ -240,7 +240,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
     while process.poll() is None:
         now = time.monotonic()
         if now > begin + 20:
-            process.kill()  # so that the next drill does not meet this node
+            process.kill()  # kills the node, so that the next drill does not meet it
             raise BatonError(f"{name} never came to where it should die")
         if now > flushed_at + FLUSH_INTERVAL_S:
             with contextlib.suppress(BatonError):  # the node may be dead by now
@@ -358,7 +358,7 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     return result
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- the whole run
 
 
 async def run_all(

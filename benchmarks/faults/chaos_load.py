@@ -21,7 +21,7 @@ from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0
-RETRY_PAUSE_S = 0.1  # after UNAVAILABLE, until a client tries again
+RETRY_PAUSE_S = 0.1  # pause between UNAVAILABLE and a client's next try
 LEAVER_TOKENS = 700  # prompt length of clients that leave during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that their KV is sent in several parts.
@@ -124,7 +124,7 @@ def certain_answers(
     """Return each request's answer; None: the answer depends on rounding.
 
     With other requests in the batch, sums are taken in another order. An answer is certain if the
-    engine gives it in company and alone.
+    engine gives the same answer in a batch and alone.
 
     Args:
         names: adapter of each prompt; none: the base model answers all.

@@ -30,9 +30,9 @@ from engine.executors.multiproc import RANKS_PREFIX
 
 READY_TIMEOUT_S = 60.0
 FREE_TIMEOUT_S = 10.0  # the promise is "within seconds"
-DETECTION_TIMEOUT_S = 2.0  # until the router notices a dead or stopped node
+DETECTION_TIMEOUT_S = 2.0  # limit until the router notices a dead or stopped node
 STOP_S = 5.0
-ORPHAN_TIMEOUT_S = 3.0  # from a process's death until its node's other processes end
+ORPHAN_TIMEOUT_S = 3.0  # limit from a process's death to the end of its node's other processes
 
 
 def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:

@@ -3,12 +3,11 @@
 A router serves the demo model with two right decode nodes and a foreign one, which differs only in
 its weights. Every answer is compared, token by token, with that of one process. Orders of events:
 
-    foreign first     the foreign node joins an empty router, then the right nodes join
-    foreign last      the foreign node joins after the right nodes
-    foreign drained   the foreign node joins, is drained and resumed, all under load
-    right drained     each right node in turn is drained and resumed
-    router restarted  all nodes join again, in any order
-    all right drained the foreign node takes over; every token must then be its model's
+    foreign first     the foreign node joins an empty router, then the right nodes join foreign last
+    the foreign node joins after the right nodes foreign drained   the foreign node joins, is
+    drained and resumed, all under load right drained     each right node in turn is drained and
+    resumed router restarted  all nodes join again, in any order all right drained the foreign node
+    takes over; every token must be of its model
 
 Exit 1 if a token differs, a request fails, or the foreign node gets a request in another order.
 """
@@ -42,7 +41,7 @@ NUM_CASES = 24
 MAX_TOKENS = 32
 CONCURRENCY = 4
 JOIN_TIMEOUT_S = 120.0
-SETTLED_S = 2.5  # until the router has decided which nodes serve
+SETTLED_S = 2.5  # pause until the router has decided which nodes serve
 TOKENS_PER_ORDER = 2000
 
 

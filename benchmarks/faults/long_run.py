@@ -26,7 +26,7 @@ from benchmarks.runner.run import Run
 
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-NUM_WARM_UP = 2  # standstills before the first count, because processes open some files once
+NUM_WARM_UP = 2  # standstills before the first count: processes open some files only once
 CONCURRENCY = 6
 NUM_LOOKS = 5
 SAMPLE_S = 5.0

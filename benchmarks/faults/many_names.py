@@ -1,7 +1,7 @@
 """Switch, unload and kill under load: two base models and three adapters behind one address.
 
-A router, a prefill and two decode nodes for each base model, all on this machine, with two slots
-for three adapters. Each answer is compared, token by token, with that of one process, and its
+A router, and a prefill and two decode nodes for each base model, run on this machine, with two
+slots for three adapters. Each answer is compared, token by token, with that of one process, and its
 receipt must tell the adapter's digest. Drills:
 
     switches   a name is switched at random among eight versions while clients ask it
@@ -9,8 +9,8 @@ receipt must tell the adapter's digest. Drills:
     kills      requests under random names while a node of each base model is killed twice
     refusals   a name that nobody knows, and names whose nodes are gone
 
-Exit 1 if a token is of another version, a request fails or has no end, a version finds KV of
-another one, or the base model answers for an adapter.
+Exit 1 if a token comes from another version, a request fails or does not end, a version reuses KV
+of another version, or the base model answers for an adapter.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from benchmarks.faults.many_names_site import (
 from benchmarks.runner.run import Document, Run
 
 LIVE, GONE = "live", "gone"  # names that are switched and unloaded
-NUM_LOAD = 24  # questions that the load repeats; all others are asked around one switch only
-SPARE = 1.25  # share of questions to draw, as versions may agree on some
-# A node of each base model, twice: demo has p0, d0 and d1, tuned p1, d2 and d3.
+NUM_LOAD = 24  # questions that the load repeats; the others belong to one switch each
+SPARE = 1.25  # factor of questions to draw, as versions may agree on some
+# Nodes to kill, two of each base model: demo has p0, d0 and d1; tuned has p1, d2 and d3.
 VICTIMS = ("d0", "p1", "d2", "p0")
 NODES_OF_TUNED = ("p1", "d2", "d3")
-SETTLE_S = 0.4  # between the beginning of a load and an unload
-QUIET_S = 5.0  # until restarted nodes have measured their steps
+SETTLE_S = 0.4  # pause between the beginning of a load and an unload
+QUIET_S = 5.0  # pause until restarted nodes have measured their steps
 NUM_REFUSALS = 40
-REFUSAL_LIMIT_MS = 50.0  # of 19 of 20 refusals: client, router and nodes share two cores
+REFUSAL_LIMIT_MS = 50.0  # limit for 19 of 20 refusals; all programs share two cores
 
 Row = dict[str, Any]
 
@@ -65,7 +65,7 @@ class Alias:
     """History of the name `LIVE`.
 
     Attributes:
-        history: what the name stood for, in order; the last entry may have to come yet.
+        history: what the name stood for, in order; the last entry may not be in effect yet.
         num_settled: number of entries whose switch is over.
     """
 
@@ -77,7 +77,7 @@ class Alias:
         return self.history[-1]
 
     def since(self, mark: int) -> set[Version]:
-        """Return what a request may get that was sent when ``mark`` switches were over."""
+        """Return the versions that may answer a request sent after ``mark`` switches."""
         return set(self.history[mark - 1 :])
 
 
@@ -98,7 +98,7 @@ class Drills:
     # ------------------------------------------------------------------ switches
 
     async def switches(self, number: int) -> Row:
-        """Switch a name under load; ask a new question before and behind each switch."""
+        """Switch a name under load; ask a new question before and after each switch."""
         await self._call("SetName", name=LIVE, target="a")
         alias, tally, is_over = Alias([NAMES["a"]]), Tally(), asyncio.Event()
         durations: list[float] = []
@@ -128,7 +128,7 @@ class Drills:
                 hits["hits_of_own_version"] += await finds(client, question)
 
         await self._beside(play, lane, is_over)
-        await self._call("RemoveName", name=LIVE)  # or its adapter could not be unloaded
+        await self._call("RemoveName", name=LIVE)  # otherwise its adapter could not be unloaded
         return {
             "switches": len(durations),
             **tally.as_row(),
@@ -145,7 +145,7 @@ class Drills:
         )
 
     async def _switch(self, before: Version, after: Version) -> float:
-        """Load the version, or take it over from its name; return the seconds that this took."""
+        """Switch to a version by loading it or by aliasing its name; return the seconds taken."""
         names = [name for name, one in NAMES.items() if one == after]
         may_load = bool(before.adapter and after.adapter)
         began_at = time.monotonic()
@@ -161,7 +161,7 @@ class Drills:
         """Unload an adapter under load, of either base model in turn."""
         tally = Tally()
         counts = {"of_base": 0, "after_unload": 0, "still_loaded": 0}
-        await self._call("RemoveName", name="c")  # or the adapter would stay on nodes
+        await self._call("RemoveName", name="c")  # otherwise the adapter would stay on nodes
         for turn in range(number):
             version = Version(("demo", "tuned")[turn % 2], "c")
             await self._unload_once(version, tally, counts)
@@ -268,7 +268,7 @@ class Drills:
         lane: Callable[[AsyncClient], Awaitable[None]],
         is_over: asyncio.Event,
     ) -> None:
-        """Play something beside the load's lanes, which end behind it; raises what either did."""
+        """Run ``play`` under load; the load's lanes end after it. Raises the errors of both."""
 
         async def to_the_end() -> None:
             try:
@@ -300,7 +300,7 @@ def _refused_over_http(site: Site, name: str, status: int) -> float:
     return time.monotonic() - began_at
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- the whole run
 
 
 def run(

@@ -1,6 +1,6 @@
 """Two base models and three adapters behind one address, and the answers of one process.
 
-Refuses to know: what happens to names and nodes meanwhile, and what is promised about it.
+Refuses to know: the drills, and their promises.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Version:
     """A base model, alone or with an adapter: a name stands for one version at a time.
 
     Attributes:
-        adapter: name of its folder; empty: the base model alone.
+        adapter: name of the adapter's folder; empty: the base model alone.
     """
 
     model: str
@@ -104,7 +104,7 @@ class Tally:
     """Counts of a drill's requests.
 
     Attributes:
-        wrong: requests with tokens of another version than they were to have.
+        wrong: requests answered with the tokens of a wrong version.
         problems: texts of the first wrong and failed requests.
     """
 
@@ -184,7 +184,7 @@ class Site:
             await asyncio.sleep(0.2)
 
     def judge(self, reply: Reply, allowed: Collection[Version], tally: Tally) -> Version | None:
-        """Count a reply; return the version whose tokens and digest it has; None: no allowed one.
+        """Count a reply; return the allowed version that gave the reply, or None.
 
         Raises BatonError if so many requests failed that the fleet cannot be whole.
         """
@@ -241,7 +241,7 @@ async def ask(client: AsyncClient, name: str, question: Question) -> Reply:
     return Reply(question, outcome, time.monotonic() - began_at, problem=problem)
 
 
-# ---------------------------------------------------------------------- what it is made of
+# ---------------------------------------------------------------------- the site's parts
 
 
 def make_folders(root: Path) -> dict[str, Path]:
@@ -260,7 +260,8 @@ def make_folders(root: Path) -> dict[str, Path]:
 def make_questions(folders: Mapping[str, Path], number: int, seed: int) -> list[Question]:
     """Make requests, greedy and seeded, and compute each version's tokens in one process.
 
-    Prompts on which two versions agree are left out: a mix-up of these would not show.
+    Prompts to which two versions give equal answers are left out, because they would not show a
+    mix-up of the versions.
     """
     draw = random.Random(seed)
     prompts = [

@@ -88,7 +88,7 @@ async def run_drill(
 async def run_steady(
     seed: int, fleet: tuple[int, int], rate: float, *, local_prefill: bool
 ) -> float:
-    """Return the deadlines kept per second under a steady load, after a quarter of run-up."""
+    """Return the deadlines kept per second under a steady load; the first quarter is run-up."""
     async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
         gated = Gated(pool, seed)
         for seconds in (STEADY_S / 3, STEADY_S):

@@ -39,7 +39,7 @@ BUSY = 0.5  # share of the capacity in use while nodes die
 # and no deadlines. As a multiple of the rate that they complete in time: 0.7 and 4 (log).
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
-NORMAL_TTFT = 1.5  # times the earlier median; up to this counts as recovered
+NORMAL_TTFT = 1.5  # highest ratio to the earlier median that counts as recovered
 # Requests per second of one pair of these nodes, roughly; sets the load of the deaths drill.
 PAIR_RATE = 3.5
 
@@ -113,7 +113,7 @@ class Site(SimFleet):
 
 async def run_deaths(sizes: Sizes, seed: int) -> Row:
     pairs = sizes.num_pairs_deaths
-    kill = sizes.deaths_per_s * 60 / (2 * pairs)  # per node and minute
+    kill = sizes.deaths_per_s * 60 / (2 * pairs)  # deaths per node and minute
     faults = f"kill={kill:g},restart_s={sizes.restart_s:g},seed={seed}"
     with Site(pairs, pairs, "--time-scale", TIME_SCALE, "--faults", faults) as site:
         await asyncio.to_thread(site.wait_ready, 0.5)  # some nodes are dead already
@@ -234,7 +234,7 @@ def normal_again_s(before: Sequence[Answer], after: Sequence[Answer], ended_at: 
     """
     limit_s = NORMAL_TTFT * statistics.median(sent.ttft_s or math.inf for sent in before)
     by_second: dict[int, list[float]] = {}
-    for sent in after:  # no first token (refused or late) counts as infinite
+    for sent in after:  # a request without a first token counts as infinite
         by_second.setdefault(int(sent.sent_at - ended_at), []).append(sent.ttft_s or math.inf)
     late = [-1]
     for first in range(max(by_second, default=0) - WINDOW_S + 2):

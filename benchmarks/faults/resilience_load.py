@@ -11,7 +11,7 @@ from baton import AsyncClient, SamplingParams
 from benchmarks.runner.answers import Answer, Case, OpenLoad, follow
 from sim_node.sim_model import output_tokens
 
-HUNG_S = 60.0  # after the deadline, or after sending without a deadline
+HUNG_S = 60.0  # counted from the deadline, or from sending if there is none
 PROMPT_TOKENS = (400, 1600)
 OUTPUT_TOKENS = (20, 60)
 # A third of the requests end at a stop token, long before max_tokens.

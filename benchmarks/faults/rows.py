@@ -130,7 +130,7 @@ def _of_names(drill: str, *places: str, least: tuple[str, int]) -> Measure:
     """Make a row of counts that must be 0, with the requests of their drill.
 
     Args:
-        least: a count, and its least value for which the counts say enough.
+        least: name of a count, and the least value that it must have.
     """
 
     def measure(document: Json) -> Found:

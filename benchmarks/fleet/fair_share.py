@@ -243,7 +243,8 @@ async def run_processes(seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with running((16, 4)) as clients:
         await wait_ready(clients["t1"])
-        rates = dict.fromkeys(OTHERS, 2.0)  # 16 nodes compute 56 prompts of 1,500 tokens a second
+        # requests/s; 16 nodes compute 56 prompts of 1,500 tokens a second
+        rates = dict.fromkeys(OTHERS, 2.0)
         for name, more in (("alone", {}), ("beside", {"greedy": 112.0})):
             answers = await send(clients, rates | more, seconds)
             found[name] = describe(answers)

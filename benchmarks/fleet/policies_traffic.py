@@ -19,9 +19,9 @@ from sim_node.timing import TimingModel
 
 TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04
 KV_TOKENS = 26_000 * 16  # per node
-NUM_CORRECTIONS = 4  # of the rate: a session brings more work the longer it is open
+NUM_CORRECTIONS = 4  # rounds that correct the rate; longer sessions bring more work
 
-Starts = Callable[[random.Random, float], Iterator[float]]  # session starts, at a rate
+Starts = Callable[[random.Random, float], Iterator[float]]  # yields session starts at a rate
 
 
 def poisson(chance: random.Random, rate_per_s: float) -> Iterator[float]:
@@ -86,7 +86,8 @@ def make_trace(
 ) -> list[TraceRequest]:
     """Make about ``num_requests`` requests at a share of the capacity of ``num_nodes`` per role.
 
-    The trace ends with the start of the last session. The share is of its measured part.
+    The trace ends with the start of the last session. The share applies to the measured part of the
+    trace.
     """
     num_sessions, rate_per_s = num_requests, float(num_nodes)
     for _ in range(NUM_CORRECTIONS):

@@ -1,8 +1,8 @@
 """Measure the simulator's CPU time per token and per idle node, without a router.
 
 Simulated nodes join a sink: a minimal router that gives each pair of nodes its streams and drops
-the answers unread. Only the simulator process's CPU time counts, so a busy machine changes it
-little.
+the answers unread. Only the simulator process's CPU time counts, so a busy machine changes the
+figures little.
 """
 
 from __future__ import annotations

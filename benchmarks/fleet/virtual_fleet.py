@@ -42,7 +42,7 @@ from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop
 
 MESSAGE_S = 0.0005
-REDIAL_S = 0.5  # the same as in `RouterLink`
+REDIAL_S = 0.5  # the pause before a new link, as in `RouterLink`
 MODEL = {"vocab_size": 1024, "max_position_embeddings": 131_072}
 TIMEOUT_S = 1e6
 
@@ -88,7 +88,7 @@ class VirtualRouter:
         timeout_s: float = TIMEOUT_S,
         **terms: Any,
     ) -> Call:
-        """Make a call.
+        """Make the `Call` of a prompt.
 
         Args:
             request_id: id of the request; empty: a new id.
@@ -269,5 +269,5 @@ async def joined_cluster(
             make_links=make_links,
         )
         async with cluster:
-            await asyncio.sleep(1.0)  # until all pairs have met
+            await asyncio.sleep(1.0)  # virtual time until all pairs have met
             yield JoinedCluster(pool, cluster, links)

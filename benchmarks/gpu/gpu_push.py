@@ -26,7 +26,7 @@ from kvconnector.layout import KVLayout
 from kvconnector.transports.nixl.agent import NixlAgent
 
 LAYERS, KV_HEADS, HEAD_DIM = 36, 8, 128
-TOKENS = 4096  # 604 MB of bfloat16
+TOKENS = 4096  # tokens in the cache; 604 MB in bfloat16
 REPEAT = 5
 PATIENCE_S = 30.0
 
@@ -114,7 +114,7 @@ def _read(path: Path) -> bytes:
 
 
 def receive(device: str, num_tokens_of_block: str, num_tokens: str, path: str) -> None:
-    """Offer a cache to the sending process, poll NIXL meanwhile, and check the received blocks."""
+    """Offer a cache to the sender, poll NIXL until the sender ends, and check the blocks."""
     block_size, tokens, folder = int(num_tokens_of_block), int(num_tokens), Path(path)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device).index or 0)

@@ -27,12 +27,12 @@ from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-Row = dict[str, float | str]  # the same as in gpu_timing.py, whose imports may be missing
+Row = dict[str, float | str]  # as in gpu_timing.py, whose imports may be missing
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
 KV_BYTES = 2**28
-MAX_PROCESSES = 12  # each has a context of half a GiB on the GPU
+MAX_PROCESSES = 12  # test processes; each has a context of half a GiB on the GPU
 WEIGHTS = tuple(one.value for one in QuantizedFormat)
 ROUNDING_WEIGHTS = ("int8", "fp8")
 MOST_DIFFERENCE = 0.05  # largest mean difference of a prompt's logprobs
@@ -44,7 +44,8 @@ def check_ops(device: str, report: Report) -> bool:
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)
-    tests = OP_TESTS if device != "cpu" else OP_TESTS[1:]  # the interpreter takes minutes
+    # fewer tests on a CPU, where Triton's interpreter takes minutes
+    tests = OP_TESTS if device != "cpu" else OP_TESTS[1:]
     command = [
         sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
@@ -156,7 +157,7 @@ def measure_kernels(device: str, report: Report) -> bool:
 
 def measure_attention(device: str, report: Report) -> bool:
     """Report the rows of `attention_gpu.py`; return False if a result differs from a library's."""
-    from benchmarks.kernels.attention_gpu import geometric_mean, measure, peers
+    from benchmarks.kernels.attention_gpu import geometric_mean, measure, measure_steps, peers
 
     here, missing = peers()
     report["libraries beside torch"] = ", ".join(here) or "none"
@@ -164,7 +165,7 @@ def measure_attention(device: str, report: Report) -> bool:
     rows = list[Row]()
     is_right = _all_right(measure(device), report, rows)
     report["decode, library / ours"] = geometric_mean(rows)
-    return is_right
+    return _all_right(measure_steps(device), report) and is_right
 
 
 def measure_products(device: str, report: Report) -> bool:

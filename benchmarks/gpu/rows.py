@@ -7,7 +7,7 @@ import re
 from benchmarks.page.measures import at, ratio, value
 from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
-LARGE_KV_BYTES = 512e6  # below, launch time matters
+LARGE_KV_BYTES = 512e6  # with less KV, launch time matters
 FUSED = ("add_rms_norm", "norm_rotary_store", "silu_mul")
 _FIGURE = re.compile(r"([^,]+) (-?[0-9.]+)(?:, |$)")
 _DECODE = re.compile(r"decode (\d+)/(\d+), batch (\d+), context (\d+)")

@@ -21,7 +21,7 @@ NUM_BLOCKS = 8192
 BLOCK_SIZE = 16
 OCCUPANCY = 0.9
 HOUR_S = 3600.0
-TOKEN_S = 0.03  # per decoded token
+TOKEN_S = 0.03  # seconds per decoded token
 MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 1000, 300
 
 
@@ -59,7 +59,8 @@ class _Churn:
             self.next_blocks = self._draw_blocks()
             started = time.perf_counter()
             p = self.p.allocate(num_blocks, extents=self.extents)
-            d = self.d.allocate(num_blocks + 1, extents=self.extents)  # and one block for decoding
+            # the prompt's blocks, and one for decoding
+            d = self.d.allocate(num_blocks + 1, extents=self.extents)
             self.allocate_s += time.perf_counter() - started
             assert p is not None
             assert d is not None

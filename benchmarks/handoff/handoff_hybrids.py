@@ -22,7 +22,7 @@ from benchmarks.runner.environment import summary
 PROMPT_LENGTHS = (1024, 4096, 16384)
 BLOCK_SIZES = (64, 256)  # Granite's state of this shape needs 48 tokens' memory
 CHUNK_TOKENS = 512
-NEW_END_TOKENS = 200  # added to a cached prompt
+NEW_END_TOKENS = 200  # new tokens after a cached prompt
 OUTPUT_TOKENS = 8
 
 _SHAPE: dict[str, Any] = {
@@ -108,7 +108,7 @@ def figures(receipts: list[Receipt]) -> dict[str, Any]:
         prefill, decode = receipt.prefill, receipt.decode
         assert decode is not None
         if prefill is None or not decode.push.transport:
-            continue  # the decode node computed the short new end itself
+            continue  # no hand-off: the decode node computed the new end of the prompt itself
         pushed += 1
         exposed.append(decode.push.exposed_transfer_s * 1e3)
         computed_on_d.append(decode.num_prompt_tokens_computed)

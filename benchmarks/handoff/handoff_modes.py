@@ -105,7 +105,7 @@ def measure_modes(num_requests: int) -> dict[str, object]:
         results["bandwidth"] = _bandwidth(receipts)
         address = deployments["layers"].config.listen
         results["among_32_decoding"] = asyncio.run(_join_a_batch(address))
-        time.sleep(3.0)  # until earlier work has ended
+        time.sleep(3.0)  # waits until earlier work has ended
         results["idle_cpu_percent_of_a_core"] = idle_cpu(deployments["layers"])
     return results
 
@@ -147,7 +147,7 @@ def measure_transports(num_requests: int) -> dict[str, object]:
             }
             results[push] = rows
             if push == "layers":
-                time.sleep(3.0)  # until earlier work has ended
+                time.sleep(3.0)  # waits until earlier work has ended
                 results["idle_cpu_percent_of_a_core"] = {
                     name: idle_cpu(deployment) for name, deployment in deployments.items()
                 }
@@ -224,7 +224,8 @@ def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, floa
 def copy_and_digest(num_bytes: int) -> dict[str, float]:
     """Return the bytes per second of a plain copy, and of digests of 128 KiB blocks."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
-    target = torch.zeros_like(source)  # so that its pages exist before the copy
+    # zeros_like, so that the target's pages exist before the copy
+    target = torch.zeros_like(source)
     digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
     written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
     copy_s, digest_s = [], []
@@ -253,7 +254,7 @@ async def _join_a_batch(address: str) -> dict[str, object]:
             return receipt
 
         decoding = [asyncio.create_task(run(long)) for _ in range(NUM_DECODING)]
-        await asyncio.sleep(5.0)  # until all have started
+        await asyncio.sleep(5.0)  # waits until all requests have started
         joined = [await run(PARAMS) for _ in range(60)]
         still = sum(not task.done() for task in decoding)
         for task in decoding:

@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from triton import TritonError  # noqa: E402
 
-from baton_kernels.attention import ATTENTION_BACKENDS  # noqa: E402
+from baton_kernels.attention import ATTENTION_BACKENDS, wanted_block_size  # noqa: E402
 from baton_kernels.attention.base import AttentionMetadata, AttentionOptions  # noqa: E402
 from benchmarks.kernels.attention_steps import attention_step  # noqa: E402
 
@@ -53,6 +53,8 @@ FLASHINFER = "FlashInfer"
 PEERS = {**FLASH_ATTENTIONS, FLASHINFER: "flashinfer"}
 # FlashInfer merges splits of keys in this workspace; its documentation uses 128 MiB.
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
+# Backends whose steps with prompts are timed; the first one gives the expected result.
+STEP_BACKENDS = ("triton", "sdpa", "flash_attn", "flashinfer")
 HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
@@ -274,7 +276,8 @@ def decode_cells(device: str) -> Iterator[Cell]:
         for batch in BATCHES:
             for context in CONTEXTS:
                 cell = Cell(num_heads, num_kv_heads, batch, 1, context - 1)
-                if cell.kv_bytes * 3 <= MOST_BYTES:  # paged, contiguous, and a copy in between
+                # KV takes memory three times: paged, contiguous, and a copy
+                if cell.kv_bytes * 3 <= MOST_BYTES:
                     yield cell
 
 
@@ -313,6 +316,70 @@ def measure(device: str) -> Iterator[Row]:
         if found.refusals:
             row["refused"] = "; ".join(f"{name}: {why}" for name, why in found.refusals.items())
         yield row
+
+
+@torch.inference_mode()
+def measure_steps(device: str) -> Iterator[Row]:
+    """Yield the time of each backend for whole steps with a prompt, gathering of blocks included.
+
+    `tools/attention_table.py` makes the table from these rows that decides who computes prompts.
+    A backend that cannot run here has no time.
+    """
+    for cell in step_cells(device):
+        row: Row = {"part": "step", "what": step_name(cell)}
+        expected: Tensor | None = None
+        for name in STEP_BACKENDS:
+            try:
+                out, us = _time_step(name, cell, device)
+            except (RuntimeError, ImportError, OSError, AssertionError, TritonError) as error:
+                row[f"{name} refused"] = f"{type(error).__name__}: {str(error)[:80]}"
+                continue
+            expected = out if expected is None else expected
+            if (excess := excess_error(out, expected, ATOL, RTOL)) > 0:
+                row["failed"] = f"{name} differs from {STEP_BACKENDS[0]} by {excess:.3g} too much"
+            row[name] = round(us, 2)
+        yield row
+
+
+def step_cells(device: str) -> Iterator[Cell]:
+    """Yield cells with prompts for groups of 1, 2, 4 and 8 heads; on a CPU one tiny cell."""
+    if torch.device(device).type == "cpu":
+        yield Cell(4, 2, 1, 5, 6, 64, 16, torch.float32)
+        return
+    for num_heads, num_kv_heads in ((16, 16), (16, 8), (32, 8), (32, 4)):
+        for query_len, prefix in ((128, 0), (512, 0), (2048, 0), (8192, 0), (512, 7680)):
+            yield Cell(num_heads, num_kv_heads, 1, query_len, prefix)
+
+
+def step_name(cell: Cell) -> str:
+    """Name a step so that `tools/attention_table.py` can read its sizes."""
+    heads = f"{cell.num_heads}/{cell.num_kv_heads} x {cell.head_dim}"
+    return f"{heads}, {cell.query_len} of {cell.seq_len}"
+
+
+def _time_step(name: str, cell: Cell, device: str) -> tuple[Tensor, float]:
+    """Run one backend for one layer after another; return its result and microseconds a layer."""
+    block_size = wanted_block_size(name) or cell.block_size
+    metadata = attention_step(cell.batch, cell.query_len, cell.seq_len, block_size, device)
+    blocks = metadata.block_table.numel()
+    torch.manual_seed(0)  # all backends get the same numbers, in blocks of any size
+    shape = (cell.num_layers, 2, cell.num_kv_heads, cell.seq_len, cell.head_dim)
+    tokens = torch.randn(shape, device=device, dtype=cell.dtype)
+    cache = torch.zeros(
+        blocks, cell.num_layers, 2, cell.num_kv_heads, block_size, cell.head_dim,
+        device=device, dtype=cell.dtype,
+    )  # fmt: skip
+    for at, block in enumerate(metadata.block_table[0].tolist()):
+        part = tokens[:, :, :, at * block_size : (at + 1) * block_size]
+        cache[block, :, :, :, : part.shape[3]] = part
+    query = torch.randn(
+        metadata.num_tokens, cell.num_heads, cell.head_dim, device=device, dtype=cell.dtype
+    )
+    backend = ATTENTION_BACKENDS.load(name)()
+    backend.plan(metadata)
+    options = AttentionOptions(scale=cell.head_dim**-0.5)
+    calls = [partial(backend.run, query, kv, metadata, options) for kv in cache.unbind(1)]
+    return calls[0](), median_us(calls, device)
 
 
 def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:

@@ -61,7 +61,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
         return rounded
     if name == "int4":
         integers: GroupedIntegers | None = four_bits(numbers)
-    elif "zero" in name:  # as in AWQ and GPTQ
+    elif "zero" in name:  # zero points, as in AWQ and GPTQ
         groups = numbers.view(out_features, -1, 128)
         low, high = groups.amin(2), groups.amax(2)
         scales = ((high - low) / 15).half()

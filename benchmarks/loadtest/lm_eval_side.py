@@ -52,7 +52,7 @@ def transformers_models(folder: str, gguf: str) -> dict[str, Any]:
         tokenizer=tokenizer,
         backend="causal",
         device="cpu",
-        batch_size=1,  # no padding, which would make numbers depend on other prompts
+        batch_size=1,  # one prompt: padding would make numbers depend on other prompts
         max_length=MAX_LENGTH,
     )
     return {"completions": both, "chat": both}

@@ -29,7 +29,7 @@ from benchmarks.runner.own_process import own_environment
 from benchmarks.runner.run import Document, Run
 from tests.clients.environments import installed_version, interpreter
 
-NUM_NODES = 4  # per role, so that no request waits for another
+NUM_NODES = 4  # nodes per role, so that no request waits for another
 TIME_SCALE = 4.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 WITHIN = 0.05

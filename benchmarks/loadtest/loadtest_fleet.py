@@ -21,7 +21,7 @@ from benchmarks.runner.programs import SimFleet
 NAME = "words"  # the served model's name
 _SYLLABLES = [
     a + b for a, b in product("bdfgklmnprstvz", ("a", "e", "i", "o", "u"))
-]  # 70 of them; two of them make a word
+]  # 70 syllables; two syllables make a word
 
 
 def write_model(folder: Path) -> list[str]:

@@ -1,8 +1,9 @@
 """Compare embeddings with sentence-transformers and llama.cpp's server: tokens/s, and equality.
 
-A Qwen3 shape with random weights and a tokenizer that reads each word as one token. Baton runs in
-one process beside sentence-transformers, and as a router with one prefill node beside llama.cpp's
-server; each has the same cores. Texts of each round are new, so no prefix is cached.
+The checkpoint has a Qwen3 shape, random weights, and a tokenizer that reads each word as one token.
+Baton in one process is compared with sentence-transformers; Baton as a router with one prefill node
+is compared with llama.cpp's server. All use the same cores. Texts of each round are new, so no
+prefix is cached.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.served.served_servers import (
 
 LIMIT_S = 900.0
 AT_ONCE = 4  # requests to a server at the same time
-Seconds = Mapping[str, Sequence[float]]  # of each round, by case
+Seconds = Mapping[str, Sequence[float]]  # case -> seconds of each round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +237,7 @@ def _over_peers(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str,
 
 
 def _difference(files: Mapping[str, Path]) -> float | None:
-    """Return the largest difference of any number of both sides' embeddings; None: one lacks."""
+    """Return the largest difference between both sides' embeddings; None: a side has none."""
     if not all(file.exists() for file in files.values()):
         return None
     ours, theirs = (json.loads(file.read_text()) for file in files.values())

@@ -8,7 +8,7 @@ The real `baton router` runs alone on one core, between nodes without an engine 
 
     python -m benchmarks router_cost [--parts costs tls tracing] [--seconds 4] [--rounds 2]
 
-Offered: steps of an engine, each with one token per stream. The cost of a token falls when the
+The load is an engine's steps, each with one token per stream. The cost of a token falls when the
 router is the bottleneck, because waiting tokens then share one message; so each rate is reported
 separately. The number of tokens per message then varies by chance, so TLS is also judged by its
 cost per message, which is paid per TLS record.

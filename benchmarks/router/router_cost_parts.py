@@ -59,7 +59,8 @@ async def steps(interval_s: float) -> AsyncIterator[None]:
     """Yield once per engine step, every ``interval_s`` seconds; 0: as fast as possible."""
     due = time.perf_counter()
     while True:
-        due = max(due + interval_s, time.perf_counter() - 1.0)  # catch up on at most 1 s
+        # a late node catches up on at most 1 s of steps
+        due = max(due + interval_s, time.perf_counter() - 1.0)
         await asyncio.sleep(max(due - time.perf_counter(), 0))
         yield
 

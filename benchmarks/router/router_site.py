@@ -45,7 +45,7 @@ class Site:
     """Processes around a router or relay, the ``measured`` process, which is alone on core 0."""
 
     addresses: list[str]
-    tls: TlsOptions = NO_TLS  # for clients of the measured process
+    tls: TlsOptions = NO_TLS  # certificates for clients of the measured process
     measured: list[psutil.Process] = field(default_factory=list)
 
     def cpu_s(self) -> float:
@@ -244,7 +244,7 @@ async def measure_rate(
 
 
 async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) -> dict[str, object]:
-    """Measure short requests, 64 at a time: CPU per request, and the process's memory meanwhile."""
+    """Measure short requests, 64 at a time: CPU per request, and memory."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     numbers = iter(range(num_requests))

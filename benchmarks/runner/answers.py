@@ -24,7 +24,7 @@ class Case:
     """A request and its only right answer.
 
     Attributes:
-        model: name that it is asked under; empty: the router's first.
+        model: model name in the request; empty: the router's first name.
     """
 
     prompt: list[int]

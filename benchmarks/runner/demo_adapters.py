@@ -14,7 +14,7 @@ ADAPTERS = {
     "b": (8, ("self_attn.q_proj", "self_attn.v_proj")),
     "c": (16, ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")),
 }
-_SCALE = 0.2  # of the numbers in A and B
+_SCALE = 0.2  # scale of the random numbers in A and B
 
 
 def write_adapters(root: Path) -> Mapping[str, Path]:

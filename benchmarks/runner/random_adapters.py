@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Layer in a checkpoint: its name in GGUF, and what its inputs and outputs are.
+# Layer's name in a checkpoint -> (name in GGUF, kind of inputs, kind of outputs).
 LAYERS = {
     "self_attn.q_proj": ("attn_q", "hidden", "queries"),
     "self_attn.k_proj": ("attn_k", "hidden", "keys"),
@@ -20,7 +20,8 @@ LAYERS = {
     "mlp.up_proj": ("ffn_up", "hidden", "inner"),
     "mlp.down_proj": ("ffn_down", "inner", "hidden"),
 }
-Matrices = Mapping[tuple[int, str, str], "Tensor"]  # by number of the block, layer, A or B
+# (number of the layer, name in LAYERS, "A" or "B") -> matrix
+Matrices = Mapping[tuple[int, str, str], "Tensor"]
 
 
 def random_matrices(shape: Mapping[str, Any], rank: int) -> Matrices:

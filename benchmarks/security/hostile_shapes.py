@@ -127,7 +127,7 @@ class Watch:
 
     def begin(self) -> None:
         self._base = self.sizes()
-        for child in self.deployment.children:  # the reference size of workers that start later
+        for child in self.deployment.children:  # reference size for workers that start later
             self._base.setdefault(f"{child.name} worker", 60.0)
         self.held = Held()
 
@@ -182,7 +182,7 @@ async def run_all(
 ) -> tuple[list[Outcome], Held]:
     outcomes = []
     async with watching(deployment, url) as watch:
-        await asyncio.sleep(3)  # until the other client's first output has begun
+        await asyncio.sleep(3)  # waits for the other client's first output
         watch.begin()
         await asyncio.sleep(5)
         quiet = watch.held  # figures without an attack
@@ -210,7 +210,7 @@ async def run_all(
 
 
 def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
-    """Send every shape.
+    """Send every shape, and print those that miss a goal.
 
     Args:
         only: part of the names of the shapes to send.

@@ -59,7 +59,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
+    """One request over HTTP.
 
     Attributes:
         body: JSON body; asks for a stream if the path supports streams.

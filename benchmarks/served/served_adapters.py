@@ -3,7 +3,7 @@
 `measure_cold`: users decode with the base model without pause, while requests for adapters come.
 Adapters are in memory in one phase and on disk alone in the next, so only loads differ.
 
-`measure_routing`: 1,000 adapters on disk, of which requests ask for 64 by Zipf's law, over two
+`measure_routing`: 1,000 adapters are on disk; requests ask for 64 of them by Zipf's law, on two
 prefill and two decode nodes with 16 slots each. Policies that do not see adapters are compared.
 
 Refuses to know: how fast adapters are computed, see engine_cpu/adapters.py.
@@ -73,7 +73,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Phase:
-    """Outcomes of the time in which requests for adapters came.
+    """Outcomes of one phase with requests for adapters.
 
     Attributes:
         gaps_s: times between two tokens of a request of the base model.
@@ -122,7 +122,7 @@ class Site:
 
 @contextmanager
 def adapters_on_disk(shape: Mapping[str, Any], count: int) -> Iterator[Path]:
-    """Write adapters that differ in two numbers; yield their root. Their folders are numbers."""
+    """Write adapters that differ in two numbers; yield their root. Folder names are numbers."""
     matrices = random_matrices(shape, RANK)
     first = next(iter(matrices.values()))
     with tempfile.TemporaryDirectory(prefix="baton-adapters-") as root:

@@ -40,7 +40,7 @@ COMPARED = {
     "tokens_per_s": "output_tokens_per_s",
 }
 WITHIN = 0.05
-ROUNDS = 3
+ROUNDS = 5
 
 
 def check(bench: Bench, console: Console) -> bool:

@@ -40,9 +40,9 @@ class Load:
     rate: requests per second.
     turns: number of user messages of a chat, which sends its whole history at each turn; 0:
         completions.
-    num_requests: number of requests in all; 0: as many as the given seconds allow.
-    even: whether arrivals have equal distances; otherwise they are a Poisson process.
-    as_text: whether prompts are text, with slightly varying lengths, rather than token ids.
+    num_requests: number of requests in all; 0: as many as the given seconds allow. even: whether
+    arrivals are evenly spaced; otherwise they are a Poisson process. as_text: whether prompts are
+    text, with slightly varying lengths, rather than token ids.
     """
 
     prompt_tokens: int

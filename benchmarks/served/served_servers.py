@@ -221,10 +221,15 @@ def baton(*options: str) -> Callable[[Job], list[str]]:
 
 
 def vllm(job: Job) -> list[str]:
+    """Return the command of vLLM's server.
+
+    vLLM refuses a maximum length that its KV cache cannot hold, so the load decides the length.
+    """
+    length = min(job.max_model_len, max(job.slot_tokens, MAX_MODEL_LEN))
     return [
         *(str(python_of("vllm").with_name("vllm")), "serve", str(as_safetensors(job))),
         *("--host", "127.0.0.1", "--port", job.port, "--served-model-name", NAME),
-        *("--dtype", job.dtype, "--max-model-len", str(job.max_model_len)),
+        *("--dtype", job.dtype, "--max-model-len", str(length)),
     ]
 
 

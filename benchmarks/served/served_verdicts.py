@@ -16,7 +16,7 @@ COLOCATED, SPLIT, LLAMACPP = "baton colocated", "baton split", "llamacpp"
 SHAPES = (COLOCATED, SPLIT)
 CHAT_TURN = 4
 TURN_KEY = f"turn_{CHAT_TURN}_ttft_p50_ms"
-# Numbers compared with peers; only for the last one is more better.
+# Numbers compared with peers; larger is better only for the last.
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", TURN_KEY, "tokens_per_s")
 MORE_IS_BETTER = {"tokens_per_s"}
 

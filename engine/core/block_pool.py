@@ -5,9 +5,9 @@ sentinels, so that any of them can be taken out in O(1):
 
     head <-> newest blank <-> ... <-> oldest cached <-> ... <-> newest cached <-> tail
 
-Blocks are allocated from the head on. Blank blocks cache nothing; the newest one is the warmest
-in the CPU's caches. Blocks that were never used are added only when too few are blank: a large
-cache that is mostly empty costs nothing, and new memory has to be cleared first.
+Blocks are allocated from the head on. Blank blocks have no cached content. The newest blank block
+goes first, as it is warmest in the CPU's caches. Never-used blocks join the list only when too few
+are blank, because new memory must be cleared first.
 
 A free block keeps its content and its hash until it is allocated again, so that a later request
 with the same prefix can take it back (`touch`).
@@ -35,17 +35,17 @@ import numpy as np
 from baton.kv.block_hash import BlockHash
 from baton.kv.residency import BlockResidency
 
-# The number of free blocks to choose among, as a multiple of the wanted number. More candidates
-# give longer extents, but stray further from the free list's order.
+# Extents are chosen among this many times the wanted number of free blocks. More candidates give
+# longer extents, but are taken further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
 # Blank blocks are not used for extents if they form more than `FEW_EXTENTS` runs of fewer than
-# `SHORT_EXTENT` blocks on average, as new memory costs less.
+# `SHORT_EXTENT` blocks on average, as never-used blocks then cost less.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache now holds these contents; the first follows ``parent``."""
+    """The prefix cache now holds these contents; ``parent`` is the hash before the first."""
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
@@ -66,13 +66,13 @@ KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """A block of the pool: its holders, and the content that is cached in it.
+    """A block of the pool: its reference count and its cached content.
 
     Attributes:
         ref_count: number of holders; 0 exactly while the block is in the free list.
         block_hash: hash of its content, once the block is full and committed; None: blank.
         silent: whether events leave out this block's content.
-        cache_class: the class that its content was cached with.
+        cache_class: cache class of its content (see top of file).
         cached_at, freed_at: when its content was cached, and when its last holder released it, by
             the pool's clock.
         previous, next: neighbours in the free list; meaningless while the block is in use.
@@ -98,8 +98,7 @@ class BlockPool:
         clock: returns seconds.
 
     Attributes:
-        num_evicted: cached blocks that were allocated again and so left the prefix cache, since the
-            start.
+        num_evicted: cached blocks evicted from the prefix cache since the start.
         least_free: fewest free blocks since the start.
         residency: how long blocks kept their cached contents.
     """
@@ -141,7 +140,7 @@ class BlockPool:
         Args:
             extents: prefer runs of consecutive ids, chosen among a few times ``num_blocks``
                 candidates; prefer never-used blocks, which are consecutive, to scattered blank
-                ones.
+                blocks.
         """
         if num_blocks > self.num_free:
             return None
@@ -154,14 +153,14 @@ class BlockPool:
         return block_ids
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference on each block; a block must have a holder already."""
+        """Take one more reference on each block; every block must already have a reference."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is free"
             block.ref_count += 1
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference on each cached block; free ones leave the free list."""
+        """Take one more reference on each cached block, and unlink free ones from the free list."""
         now, note_gap = self._clock(), self.residency.reuse_gap.note
         for block_id in block_ids:
             block = self._blocks[block_id]
@@ -195,7 +194,7 @@ class BlockPool:
             self.num_free += 1
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks are free, and would leave the free list when touched."""
+        """Return how many of these blocks are free: `touch` would take them off the free list."""
         return sum(self._blocks[block_id].ref_count == 0 for block_id in block_ids)
 
     # ------------------------------------------------------------------ prefix cache
@@ -223,7 +222,7 @@ class BlockPool:
         Args:
             parent: hash of the block before the first; None: the first begins a sequence.
             silent: record no events about these hashes, now or later.
-            cache_class: class of blocks whose content is new; see top of file.
+            cache_class: cache class of contents not cached before; see top of file.
         """
         now = self._clock()
         if silent or self._events is None:
@@ -332,14 +331,14 @@ class BlockPool:
             self._give(block, now)
             block_ids.append(block.block_id)
             block = block.next
-        # `block` is the first block that stays free, or the tail.
+        # `block` is the first block that stays in the free list, or the tail.
         self._head.next, block.previous = block, self._head
         return block_ids
 
     def _take_extents(self, num_blocks: int) -> list[int] | None:
         """Unlink blocks with consecutive ids, found in the first half of the free list.
 
-        While there are never-used blocks, considers blank blocks only, and returns None if these
+        While there are never-used blocks, only blank blocks are considered; returns None if they
         are too few or too scattered.
         """
         # Look into the second half only if the first is too small.
@@ -373,7 +372,7 @@ class BlockPool:
         block.ref_count = 1
 
     def _index(self, block_id: int, block_hash: BlockHash, cache_class: int, now: float) -> bool:
-        """Put a block's content into the index; return whether the content is new there."""
+        """Index a block by its content's hash; return whether the content was not cached before."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free"
         if block.block_hash is not None:
@@ -409,14 +408,14 @@ class BlockPool:
 
 
 def window_size(num_blocks: int) -> int:
-    """Return the number of leading free blocks among which extents are chosen."""
+    """Return how many of the first free blocks extents are chosen among."""
     return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 
 def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
     """Choose ``num_blocks`` of the candidates, in the fewest possible runs of consecutive ids.
 
-    Takes the longest runs, then the shortest run that has room for the rest.
+    Takes the longest runs first, then the shortest run that covers the remainder.
 
     Args:
         candidates: different block ids, at least ``num_blocks`` and at least one.

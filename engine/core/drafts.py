@@ -1,11 +1,11 @@
 """Drafts: proposed tokens that the next step computes after a request's known tokens.
 
-The core's part of speculation: decides which requests a drafter reads, and how many drafts a step
-makes and computes. Does nothing without a policy.
+The scheduling of speculative decoding: decides which requests the drafter reads, and how many
+drafts a step makes and verifies. Does nothing without a `DraftPolicy`.
 
-A drafter with KV of its own reads all tokens of a request, or none. Blocks whose tokens it has not
-read have class `UNREAD` in the prefix cache, so that no request with drafts finds them. Refuses to
-know: how drafts are made, how good they are, which tokens were sampled instead.
+A drafter with separate KV reads all tokens of a request, or none. Blocks with tokens that the
+drafter has not read have class `UNREAD` in the prefix cache, so that requests with drafts do not
+reuse them. Refuses to know: how drafts are made, how good they are, rejection sampling.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ALL = sys.maxsize
 # A request is READ if the drafter drafts for it, else UNREAD. Without a drafter with KV, all are
 # READ.
 READ, UNREAD = 0, 1
-# Limit of processor time per step for masks after drafts, in seconds: all requests wait for these
-# masks.
+# Most processor time per step for grammar masks after drafts, in seconds; all requests wait for
+# these masks.
 _MAX_MASKS_S = 0.01
 
 
 class DraftPolicy(Protocol):
-    """Decides how many drafts pay; `engine.speculation` measures that.
+    """Decides how many drafts per step pay off; implemented in `engine.speculation`.
 
     Attributes:
         in_steps: whether workers make drafts within steps.
@@ -47,11 +47,11 @@ class DraftPolicy(Protocol):
 
         Args:
             num_rows: most requests in the next step.
-            can_draft: returns whether any running request can be drafted for.
+            can_draft: returns whether drafts can be made for any running request.
         """
 
     def num_to_read(self) -> int:
-        """Return the number of requests that start now and must be read by the drafter."""
+        """Return how many of the requests that start now the drafter must read."""
 
 
 class Drafts:
@@ -82,7 +82,7 @@ class Drafts:
         self.has_policy = policy is not None
         self._drafter_reads = policy is not None and policy.drafter_reads
         self._num_to_draft = 0  # drafts after each sampled token of the step being scheduled
-        self._num_to_read = ALL  # how many of the step's new requests are still to be read
+        self._num_to_read = ALL  # new requests that the drafter must still read
         self._masks_left_s = _MAX_MASKS_S
 
     # ------------------------------------------------------------------ a step is chosen
@@ -103,11 +103,11 @@ class Drafts:
 
     def start(self, request: Request) -> None:
         """Decide whether the drafter reads a request that starts in this step."""
-        if request.pooling is not None:  # no token follows that could be drafted
+        if request.pooling is not None:  # the only output token follows no draft
             request.cache_class = UNREAD
             return
-        # A request for one token is handed off: the decode node drafts for it, so the drafter must
-        # read the prompt here.
+        # A prefill node gives each request a limit of one token. The decode node makes drafts for
+        # the request, so the drafter must read the prompt here.
         is_passed_on = request.max_num_tokens - request.num_tokens == 1
         request.cache_class = READ if self._num_to_read > 0 or is_passed_on else UNREAD
         self._num_to_read -= not is_passed_on
@@ -123,9 +123,9 @@ class Drafts:
         request.cache_class = READ if is_read else UNREAD
 
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Add drafts to scheduled requests within the budget; return the unused budget.
+        """Add drafts to scheduled requests within the token budget; return the unused budget.
 
-        Call this last: all requests that can run have got their tokens by then.
+        Call this last, after all requests that can run have got their tokens.
         """
         self._masks_left_s = _MAX_MASKS_S
         for index, item in enumerate(scheduled):
@@ -143,7 +143,7 @@ class Drafts:
         Enough means that every request of the step can still get a block for its next token. No
         block is needed after the last token of an output.
 
-        Returns the number of drafts per request; 0 if no request of the step is drafted for.
+        Returns the number of drafts per request; 0 if the drafter reads no request of the step.
         """
         manager, num_drafts = self._manager, self._num_to_draft
         if not num_drafts or not any(is_drafted_for(item.request) for item in scheduled):
@@ -161,7 +161,7 @@ class Drafts:
         return num_drafts
 
     def _num_to_compute(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
-        """Return how many of the drafts a request may compute, after allocating their blocks."""
+        """Return how many drafts a request can compute, after allocating blocks for them."""
         request, num_tokens = item.request, item.num_scheduled_tokens
         if not item.samples:
             return 0
@@ -207,7 +207,8 @@ class Drafts:
         request, num_known, ended = item.request, item.request.num_tokens, None
         for token_id in token_ids:
             ended = request.append(token_id)
-            # A closing mark that replaced the token has no KV; drop the tokens after it.
+            # `Request.append` replaced the token by the thought's closing mark, whose KV is not
+            # computed: drop the tokens after it.
             if ended is not None or request.token_ids[-1] != token_id:
                 break
         if ended is RequestStatus.FINISHED_ABORTED:
@@ -227,7 +228,7 @@ class Drafts:
     def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Keep the drafts made by the step that was updated last, for the next step to compute.
 
-        Earlier drafts of these requests are out of date and dropped.
+        Drops earlier drafts of these requests, which are out of date.
         """
         if not drafts and not self.kept:
             return
@@ -238,5 +239,5 @@ class Drafts:
 
 
 def is_drafted_for(request: Request) -> bool:
-    """Return whether the drafter reads a request from its first token on, and drafts for it."""
+    """Return whether the drafter reads all tokens of a request and makes drafts for it."""
     return request.cache_class == READ

@@ -1,6 +1,7 @@
 """Grammar: the tokens that a request's output may continue with, derived from the output alone.
 
-A grammar may begin after a thought, whose tokens are free up to its closing mark.
+A grammar may begin after a thought (reasoning text), whose tokens are unconstrained up to its
+closing mark.
 
 Refuses to know: requests, queues, tensors; `engine/sampling/grammar_compiler.py` makes the states.
 """
@@ -21,30 +22,30 @@ from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 
-# Mean processor time of a grammar's masks, in seconds, above which its request fails: all requests
-# share the processors. Masks take 0.01 to a few milliseconds, but some grammars slow down
-# as the output grows. A busy machine does not count against a grammar.
+# Longest mean processor time of a grammar's masks, in seconds; a slower grammar's request fails, as
+# all requests share the processors. Masks take 0.01 to a few milliseconds, but some grammars slow
+# down as the output grows. Time spent waiting for a busy processor does not count.
 _MAX_MEAN_S = 0.005
-# Processor time allowed in addition, for work done once, such as the first masks.
+# Additional processor time, in seconds, for work done once, such as the first masks.
 _MAX_EXTRA_S = 0.2
 
 
 class GrammarState:
-    """One request's progress through its thought and its grammar.
+    """One request's progress through its thought (reasoning text) and its grammar.
 
     One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
 
     Args:
         matcher: matcher for this state alone, at the grammar's beginning; None: there is only
             a thought.
-        params: the request's parameters: its bans and its thought.
-        vocab_size: size of the logits; tokens that the tokenizer lacks are never allowed.
+        params: the request's parameters: banned tokens, and the marks of its thought.
+        vocab_size: size of the logits; ids beyond the tokenizer's are never allowed.
         end_token_ids: tokens that end an output. In a thought before a grammar, an end token is
             replaced by the thought's closing mark.
 
     Attributes:
         problem: why no token can follow; empty while one can.
-        num_accepted: tokens of the output that the grammar has accepted.
+        num_accepted: output tokens that the grammar has accepted.
         has_mask: whether the mask of the next token is computed, so that a token can be sampled.
         mask_s: processor time that the latest mask took; 0 before the first.
         thought: progress of the thought; None: the grammar begins at once.
@@ -67,20 +68,21 @@ class GrammarState:
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
         self._end_token_ids = end_token_ids.difference(params.stop_token_ids)
-        # Masks of the next token, and after each token looked ahead at. None: any is allowed.
+        # Mask of the next token, then masks after each token given to `look_ahead`. None: any token
+        # is allowed.
         self._masks: list[NDArray[np.uint8] | None] = []
         self._spent_s = 0.0
         self._num_masks = 0
 
     @property
     def num_free(self) -> int:
-        """Return how many of the next tokens need no mask, whichever tokens they are."""
+        """Return how many of the next tokens need no mask, whatever these tokens will be."""
         if self.problem or self.thought is None:
             return NO_LIMIT if self._matcher is None and not self.problem else 0
         return self.thought.num_free
 
     def needs_masks(self, num_pending: int, num_ahead: int) -> bool:
-        """Return whether a step needs masks for the tokens that it samples.
+        """Return whether a step needs grammar masks for the tokens that it samples.
 
         Args:
             num_pending: number of tokens that the step in flight samples first.
@@ -91,7 +93,7 @@ class GrammarState:
         return self.num_free <= num_pending
 
     def corrected(self, token_id: int) -> int:
-        """Return the token, or the thought's closing mark if the token would end a thought."""
+        """Return the token; replace an end token within a thought by the thought's closing mark."""
         if token_id in self._end_token_ids and self._must_go_on:
             assert self.thought is not None
             return self.thought.closing_token_id
@@ -104,15 +106,15 @@ class GrammarState:
             self.has_mask = True
 
     def fail(self, problem: str) -> None:
-        """Record a failure outside the grammar library; allow no further token."""
+        """Fail for a reason outside the grammar library; allow no further token."""
         self.problem = f"structured_output: {one_line(problem)}"
         self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 
     def look_ahead(self, token_ids: Sequence[int], limit_s: float) -> int:
-        """Compute the masks after tokens that may come next; return how many tokens have one.
+        """Compute masks after each of these possible next tokens; return how many tokens got a
+        mask.
 
-        Stops at a token that the grammar does not allow, and when the masks have taken ``limit_s``
-        of processor time.
+        Stops at a token that the grammar forbids, or after ``limit_s`` seconds of processor time.
         """
         self.compute_mask()
         del self._masks[1:]
@@ -135,15 +137,15 @@ class GrammarState:
         if num_consumed:
             assert self._matcher is not None
             self._matcher.rollback(num_consumed)
-        if num_ahead and self.problem == _STUCK:  # stuck after a draft that may be refused
+        if num_ahead and self.problem == _STUCK:  # stuck after a draft, which may still be rejected
             self.problem = ""
         return num_ahead
 
     def allowed_bits(self, num_ahead: int = 0) -> list[NDArray[np.uint8]]:
-        """Return bit masks of the tokens allowed next, and after each token given to `look_ahead`.
+        """Return the bit mask of the next token, then one per token given to `look_ahead`.
 
-        Each array has one bit per token, low bits first: `[ceil(vocab_size / 8)]`. If no token may
-        come, all bits are set: `problem` says why, and `accept` takes no token.
+        Each array has one bit per token, low bits first: `[ceil(vocab_size / 8)]`. If no token is
+        allowed, all bits are set, `problem` says why, and `accept` refuses every token.
 
         Args:
             num_ahead: number of tokens ahead to return masks for; at most what `look_ahead`
@@ -157,7 +159,7 @@ class GrammarState:
         """Advance by a token of the output; return False if the grammar forbids the token."""
         if self.problem:
             return False
-        thought = self.thought  # None for most requests
+        thought = self.thought  # without a grammar, as for most requests
         if thought is not None and not self._may_come(token_id):
             self.problem = f"structured_output: token {token_id} is no part of the thought's form"
         elif (thought is None or not thought.accept(token_id)) and self._matcher is not None:
@@ -168,7 +170,7 @@ class GrammarState:
         self.has_mask = False
         self.num_accepted += 1
         if thought is not None and self.num_free:
-            self.compute_mask()  # nothing to compute: the token is free
+            self.compute_mask()  # no mask to compute: any token is allowed
         return not self.problem
 
     @property
@@ -181,7 +183,7 @@ class GrammarState:
 
     @property
     def _must_go_on(self) -> bool:
-        """Return whether the output is in a thought and its answer must still come."""
+        """Return whether the output is within a thought, and an answer must follow the thought."""
         thought = self.thought
         return self._matcher is not None and thought is not None and thought.phase is Phase.OPEN
 
@@ -196,11 +198,14 @@ class GrammarState:
         return token_id in thought.choices
 
     def _is_of_answer(self, token_id: int) -> bool:
-        """Advance the thought by a token; return whether the token belongs to the answer."""
+        """Advance the thought by a token.
+
+        Return True if the token is part of the answer instead.
+        """
         return self.thought is None or not self.thought.accept(token_id)
 
     def _next_bits(self) -> NDArray[np.uint8] | None:
-        """Compute the mask of the next token; None where the token is free."""
+        """Compute the mask of the next token; None if any token is allowed."""
         thought = self.thought
         if thought is not None:
             if self.num_free:
@@ -220,7 +225,7 @@ class GrammarState:
         return np.full_like(bits, 0xFF) if self.problem else bits
 
     def _beginning_bits(self, thought: ThoughtState) -> NDArray[np.uint8]:
-        """Compute a mask of all tokens that do not end a thought; if none, of all tokens."""
+        """Return the mask of the tokens that do not end a thought; without any, of all tokens."""
         bits = self._permitted.copy()
         for token_id in (thought.closing_token_id, *self._end_token_ids):
             if token_id < 8 * len(bits):
@@ -228,7 +233,7 @@ class GrammarState:
         return bits if bits.any() else self._permitted
 
     def _add_grammar_bits(self, matcher: LLMatcher, bits: NDArray[np.uint8]) -> None:
-        """Add the tokens that the grammar allows next."""
+        """Add the tokens that the grammar allows next to the mask."""
         self._num_masks += 1
         if self._spent_s > self._num_masks * _MAX_MEAN_S + _MAX_EXTRA_S:
             self._fail_for_time()
@@ -259,20 +264,20 @@ class MaskMaker(Protocol):
     """
 
     def start(self) -> None:
-        """Make ready for the first mask; raises RuntimeError if the system allows no threads."""
+        """Prepare for the first mask; raises RuntimeError if the system allows no threads."""
 
     def begin_mask(self, grammar: GrammarState) -> None:
-        """Begin a grammar's mask; no other code may use the grammar until `has_mask`."""
+        """Begin to compute a grammar's mask; leave the grammar alone until `has_mask` is True."""
 
     def wait(self) -> None:
-        """Wait a few milliseconds at most for the masks that were begun since the last call."""
+        """Wait a few milliseconds at most for all masks begun since the last call."""
 
     def wait_for_any(self) -> None:
-        """Wait a few milliseconds at most for any mask that is not ready, if there is one."""
+        """Wait a few milliseconds at most until any pending mask is ready."""
 
 
 class MasksAtOnce:
-    """Computes each mask in the caller, where no other request would have to wait."""
+    """A `MaskMaker` that computes each mask in the calling thread."""
 
     def start(self) -> None:
         """Return at once: no thread is needed."""
@@ -291,10 +296,10 @@ class MasksAtOnce:
 def allowed_bits(
     grammars: Mapping[str, tuple[GrammarState, int]],
 ) -> dict[str, list[NDArray[np.uint8]]]:
-    """Return which tokens may come next in a step's grammars; see `GrammarState.allowed_bits`.
+    """Return the masks of a step's grammars; see `GrammarState.allowed_bits`.
 
     Args:
-        grammars: grammar states by request id, each with the number of the step's tokens ahead.
+        grammars: grammar states by request id, each with the number of its drafts in the step.
     """
     return {
         request_id: grammar.allowed_bits(num_ahead)

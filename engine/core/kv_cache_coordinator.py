@@ -1,6 +1,6 @@
 """KVCacheCoordinator: several KV cache groups behind one interface, over one BlockPool.
 
-A request's blocks lie in one flat list with a stride; block j of group g has this place:
+A request's block ids are one flat list, interleaved by group. Block j of group g has index:
 
     block_ids   [ j=0: g0 g1 g2 | j=1: g0 g1 g2 | ... ]        j * num_groups + g
 
@@ -24,10 +24,11 @@ class KVCacheCoordinator:
         sliding_windows: window of each group, in tokens; None: full attention.
         block_size: tokens per block.
         block_pool: the pool of all groups. If any group has a window, one of its blocks becomes the
-            null block for good.
+            null block forever.
 
     Attributes:
-        null_block: stands for blocks that slid out, in block tables; None: no group has a window.
+        null_block: replaces, in block tables, blocks that slid out of the window; None: no group
+            has a window.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class KVCacheCoordinator:
         self.null_block: int | None = None
         self._pool = block_pool
         if any(window is not None for window in sliding_windows):
-            # All blocks that slid out are replaced by one block that is never written.
+            # In block tables, one block that is never written replaces all blocks that slid out of
+            # the window.
             self.null_block = NULL_BLOCK
             taken = block_pool.allocate(1)
             assert taken == [NULL_BLOCK]
@@ -53,14 +55,13 @@ class KVCacheCoordinator:
     # ------------------------------------------------------------------ prefix cache
 
     def longest_hit(self, hashes: Sequence[BlockHash], cache_class: int = 0) -> list[int]:
-        """Return block ids, of all groups, for the longest prefix that every group can use.
+        """Return block ids, interleaved over groups, of the longest prefix that all groups cache.
 
-        Each group in turn shortens the prefix to the part that it can use, until no group shortens
-        it further. No group's own longest hit is shorter than the common hit, so the result is the
-        longest.
+        Each group in turn shortens the prefix to its own longest hit, until no group shortens the
+        prefix further.
 
         Args:
-            hashes: hashes of the logical blocks that may be used.
+            hashes: hashes of the request's leading logical blocks.
             cache_class: highest class of blocks that may be used; see `block_pool.py`.
         """
         finds = self._finds
@@ -88,7 +89,7 @@ class KVCacheCoordinator:
         *,
         cache_class: int = 0,
     ) -> None:
-        """Cache full, committed blocks in each group, except those that slid out.
+        """Cache full, committed blocks in each group, except blocks that slid out of the window.
 
         Only group 0's hashes go into the pool's events, as a router looks for whole prefixes.
 
@@ -104,7 +105,7 @@ class KVCacheCoordinator:
             start = first
             own = block_ids[group + first * stride : end * stride : stride]
             if self.null_block is not None:
-                num_null = own.count(self.null_block)  # null blocks come first
+                num_null = own.count(self.null_block)  # null blocks come before the others
                 start, own = first + num_null, own[num_null:]
             own_hashes = hashes[start:end]
             if group:
@@ -116,7 +117,7 @@ class KVCacheCoordinator:
     # ------------------------------------------------------------------ blocks
 
     def free_slid_out(self, block_ids: list[int], num_computed_tokens: int) -> None:
-        """Drop, in place, the blocks that no layer reads any more."""
+        """Free the blocks that no layer needs any more, and list the null block instead."""
         null_block, stride = self.null_block, self.num_groups
         if null_block is None:
             return
@@ -129,11 +130,7 @@ class KVCacheCoordinator:
                 index -= stride
 
     def kept_indices(self, num_tokens: int, num_blocks: int) -> list[int]:
-        """Return the places in the flat list of blocks that are needed after ``num_tokens`` tokens.
-
-        Args:
-            num_blocks: number of logical blocks that hold these tokens.
-        """
+        """Return the indices in the flat block list still needed after ``num_tokens`` tokens."""
         stride = self.num_groups
         if self.null_block is None:
             return list(range(num_blocks * stride))
@@ -155,5 +152,5 @@ class KVCacheCoordinator:
 
 
 def _suffix(group: int) -> bytes:
-    """Return the suffix of a group's hashes; hashes have a fixed length, so groups never clash."""
+    """Return a suffix for a group's hashes, so that the hashes of two groups are never equal."""
     return bytes((group,)) if group else b""

@@ -25,12 +25,12 @@ from baton.api.errors import ConfigError
 from baton.kv.layers import LayerKV, PagedKV, StateKV
 
 DEFAULT_BLOCK_SIZE = 16
-# Each attention group costs a block table and a plan in every step; each group of states costs
-# only a block table.
+# Each attention group costs a block table and an attention plan in every step; a group of states
+# costs only a block table.
 MAX_GROUPS = 8
 MAX_GROUPS_WITH_STATES = 16
 
-# Computes the bytes that a layer keeps in a block of a given number of tokens.
+# Computes the bytes that one layer stores in a block of the given number of tokens.
 LayerBytes = Callable[[LayerKV, int], int]
 
 
@@ -51,13 +51,13 @@ class KVCacheGroup:
 def group_layers(
     kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...]:
-    """Cut a model's layers into groups, sorted by the tokens they keep, most first.
+    """Divide a model's layers into groups, sorted by how many tokens they keep, most first.
 
-    Blocks of a short group have room that no layer uses. The number of attention layers per block
-    is chosen for the least unused room: first among the layers that keep most, then in total, then
-    for the fewest groups. If the unused room still exceeds the memory that windows save in a long
-    sequence, and layers differ only in windows, all layers form one group of full attention.
-    A block holds as many states as fit.
+    A group with fewer layers than fit leaves a part of each block unused. The number of attention
+    layers per block minimizes this unused part, first for the layers that keep most tokens, then in
+    total, then the number of groups. If layers differ only in windows, and the unused part exceeds
+    the memory that windows save in a long sequence, all layers form one group of full attention. A
+    block holds as many states as fit.
 
     Args:
         kv_layers: description of each layer's KV or states.
@@ -78,10 +78,10 @@ def group_layers(
 
 
 def smallest_block_size(kv_layers: Sequence[LayerKV], layer_bytes: LayerBytes) -> int:
-    """Return the smallest block size, a multiple of 16, with few enough groups for the states.
+    """Return the smallest multiple of 16 for which the states need no more groups than allowed.
 
-    Small blocks waste less on short sequences and let more prefixes be found. Without states, the
-    size is 16.
+    Small blocks waste less on short sequences and raise the prefix cache's hit rate. Without
+    states, the size is 16.
     """
     block_size = DEFAULT_BLOCK_SIZE
     while _cut(kv_layers, block_size, layer_bytes) is None:
@@ -95,7 +95,7 @@ _Kind = tuple[LayerKV, list[int]]
 def _cut(
     kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...] | None:
-    """Return the groups, or None if the model's states would need too many groups."""
+    """Divide the layers into groups; None if the model's states would need too many groups."""
     by_kv: dict[LayerKV, list[int]] = {}
     for layer, kv in enumerate(kv_layers):
         by_kv.setdefault(kv, []).append(layer)
@@ -121,13 +121,13 @@ def _cut(
 
 
 def _keeps(kv: LayerKV) -> tuple[bool, bool, int]:
-    """Return a sort key: layers that keep most tokens first, states last."""
+    """Return a sort key: layers that keep most tokens come first, states last."""
     retained = kv.retained_tokens
     return isinstance(kv, StateKV), retained is not None, -(retained or 0)
 
 
 def _joined(attention: Sequence[_Kind]) -> _Kind:
-    """Treat all attention layers as one kind with full attention."""
+    """Merge all kinds of attention layers into one kind with full attention."""
     widest = attention[0][0]
     assert isinstance(widest, PagedKV)
     layers = sorted(layer for _, layers in attention for layer in layers)
@@ -140,7 +140,7 @@ def _attention_block_bytes(
     """Return the bytes of a block, or None if groups would waste more memory than they save.
 
     Args:
-        attention: kinds of attention and their layers; kinds that keep most tokens first.
+        attention: layers by kind of attention; kinds that keep most tokens first.
     """
     kinds = [(layer_bytes(kv, block_size), len(layers)) for kv, layers in attention]
     if len(kinds) == 1:
@@ -151,7 +151,7 @@ def _attention_block_bytes(
     num_first = sum(kv.retained_tokens == retained for kv, _ in attention)
     total = sum(size * count for size, count in kinds)
     total_first = sum(size * count for size, count in kinds[:num_first])
-    # The size of a block that leaves least memory empty: see `candidate`, whose last entry it is.
+    # Choose the block size that leaves least memory unused: the last entry of `candidate`.
     best: tuple[int, int, int, int] | None = None
     smallest = max(size for size, _ in kinds)
     for block_bytes in sorted({size * n for size, count in kinds for n in range(1, count + 1)}):

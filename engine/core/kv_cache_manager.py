@@ -19,13 +19,13 @@ from engine.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class GrantedBlocks:
-    """The blocks of a parked request into which a remote node writes KV.
+    """The blocks that a remote node writes for a parked request.
 
     Attributes:
-        first_block: number of leading travelling blocks (`KVCacheManager.handoff_indices`) that
-            are cached here already.
-        block_ids: ids of the other travelling blocks, in order; the remote node writes them.
-        groups: KV cache group of each travelling block; empty: there is only one group.
+        first_block: number of leading blocks of the hand-off (`KVCacheManager.handoff_indices`)
+            that are already cached here.
+        block_ids: ids of the hand-off's other blocks, in order, which the remote node writes.
+        groups: KV cache group of each block in ``block_ids``; empty: there is only one group.
     """
 
     first_block: int
@@ -65,7 +65,7 @@ class KVCacheManager:
         self._hasher = hasher
 
     def rename(self, namespace: bytes) -> None:
-        """Empty the prefix cache, and hash later blocks in another namespace.
+        """Empty the prefix cache, and hash new blocks in another namespace.
 
         Args:
             namespace: see `cache_namespace`.
@@ -79,7 +79,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def num_tokens_held(self, request: Request) -> int:
-        """Return the number of tokens that the request's blocks have room for."""
+        """Return how many tokens fit into the request's blocks."""
         return len(request.block_ids) // self.num_groups * self.block_size
 
     # ------------------------------------------------------------------ prefix cache
@@ -87,8 +87,8 @@ class KVCacheManager:
     def find_cached_blocks(self, request: Request) -> list[int]:
         """Return the blocks of a request's longest cached prefix, without taking references.
 
-        The last known token is left out, as it must be computed for its logits. Prompt logprobs
-        and some poolings need the hidden states of the whole prompt, so nothing is found for them.
+        The prefix never includes the last known token, which must be computed for its logits. It is
+        empty for prompt logprobs and some poolings, which need hidden states of the whole prompt.
         """
         if request.needs_all_rows:
             return []
@@ -99,7 +99,9 @@ class KVCacheManager:
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
     def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:
-        """Return cached blocks, of all groups, for the longest prefix of ``num_tokens`` tokens."""
+        """Return the cached blocks of a request's first ``num_tokens`` tokens, interleaved over
+        groups.
+        """
         if self._hasher is None:
             return []
         self._extend_hashes(request, self._hasher)
@@ -113,7 +115,8 @@ class KVCacheManager:
             num_reserved: blocks that must stay free afterwards.
 
         Returns:
-            The tokens of the prefix; None, with nothing changed, if too few blocks are free.
+            The number of tokens in the prefix; None, with nothing changed, if too few blocks are
+                free.
         """
         assert not request.block_ids
         cached = self.find_cached_blocks(request)
@@ -130,9 +133,10 @@ class KVCacheManager:
         return request.num_cached_blocks * self.block_size
 
     def share_prompt(self, request: Request, sibling: Request) -> None:
-        """Give ``sibling``, which has no blocks, the full blocks of the prompt of ``request``.
+        """Share the full blocks of a request's prompt with ``sibling``, which has no blocks.
 
-        The prompt's last token is left out, as the sibling must compute it for its logits.
+        The block with the prompt's last token is not shared: the sibling must compute this token
+        for its logits.
         """
         num_blocks = (request.num_prompt_tokens - 1) // self.block_size
         null_block = self._null_block
@@ -187,7 +191,7 @@ class KVCacheManager:
     # ------------------------------------------------------------------ blocks
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Make the request's blocks hold ``num_tokens`` tokens.
+        """Allocate blocks until the request has room for ``num_tokens`` tokens.
 
         Returns:
             The ids of the added blocks (maybe none); None, with nothing changed, if too few blocks
@@ -204,10 +208,10 @@ class KVCacheManager:
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
         """Give a request without blocks its cached prefix, and blocks for the rest.
 
-        The last initial token may be in the prefix, as the remote node computes its logits.
+        The prefix may include the last initial token, as the remote node samples the next token.
 
         Args:
-            num_tokens: tokens to have room for, at least the initial ones. Blocks that slide out
+            num_tokens: tokens to have room for, at least all initial tokens. Blocks that slide out
                 before the end of the initial tokens are not allocated.
 
         Returns:
@@ -260,25 +264,25 @@ class KVCacheManager:
         return self.blocks_to_receive(request).block_ids
 
     def num_tokens_to_grant(self, request: Request) -> int:
-        """Return the number of tokens up to the end of the block after the prompt's last block.
+        """Return the number of tokens that a grant has room for: the prompt's blocks and one more.
 
-        That block takes the first output tokens.
+        The extra block holds the first output tokens.
         """
         num_blocks = -(-request.num_initial_tokens // self.block_size) + 1
         room = min(num_blocks * self.block_size, request.max_num_tokens)
         return max(room, request.num_initial_tokens)
 
     def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
-        """Return the places in ``block_ids`` of the blocks that travel in a hand-off.
+        """Return the indices in ``block_ids`` of the blocks that a hand-off transfers.
 
-        Blocks that slid out before the prompt's end do not travel. All nodes with this model and
-        block size compute the same places, so nodes need not send places to each other.
+        Blocks outside the attention window at the prompt's end are not transferred. All nodes with
+        this model and block size compute equal indices, so nodes do not send them.
         """
         num_blocks = -(-num_prompt_tokens // self.block_size)
         return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
-        """Release each group's blocks that slid out of its window; uncached ones stay uncached."""
+        """Release each group's blocks that slid out of its window."""
         self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:

@@ -3,7 +3,7 @@
     full attention     [ b0 b1 b2 b3 b4 b5 ]      all of them, for ever
     sliding window     [ -- -- -- b3 b4 b5 ]      blocks that slid out are freed
 
-One instance serves one group of layers (`engine/core/kv_cache_groups.py`), whose windows are equal.
+One instance serves one group of layers with equal windows (`engine/core/kv_cache_groups.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from baton.kv.block_hash import BlockHash
 
-NULL_BLOCK = 0  # stands for blocks that slid out; never written nor allocated
+NULL_BLOCK = 0  # replaces blocks that slid out of the window; never written nor allocated
 Find = Callable[[BlockHash], int | None]
 
 
@@ -61,7 +61,7 @@ class SlidingWindow:
         self._null_block = null_block
 
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
-        """Search from the right: a prefix counts if the blocks in its window are cached."""
+        """Search from the end: a prefix is a hit if the blocks in its last window are cached."""
         end = len(hashes)
         if self.num_expired_blocks(end * self._block_size) >= end:  # a window of 1
             return [self._null_block] * end
@@ -77,6 +77,6 @@ class SlidingWindow:
         return []
 
     def num_expired_blocks(self, num_computed_tokens: int) -> int:
-        # The next token, at position num_computed_tokens, looks back to this position.
+        # The next token, at position num_computed_tokens, attends back to this position.
         oldest = num_computed_tokens - self._window + 1
         return max(oldest, 0) // self._block_size

@@ -1,6 +1,6 @@
-"""EngineMetrics: counts and sizes of an engine as plain numbers, and the counters behind them.
+"""EngineMetrics: an engine's metrics as plain numbers, and the counters they are computed from.
 
-Names follow Prometheus: ``_total`` only grows, other values are current, times are in
+Names follow Prometheus: values named ``_total`` only grow, others are current, times are in
 seconds. Refuses to know: how metrics are exported.
 """
 
@@ -17,7 +17,7 @@ from engine.core.request import Request
 
 # Requests are counted by the sign of their priority, as there are too many priorities for labels.
 PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
-# Steps are counted in buckets of computed tokens: up to 1, up to 2, ..., and more than the last.
+# Upper bounds of the buckets of steps, by computed tokens; a last bucket counts larger steps.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -27,15 +27,16 @@ class EngineMetrics:
 
     Attributes:
         steps_total: steps that computed something.
-        prompt_tokens_computed_total: computed prompt tokens, repeatedly if preempted.
+        prompt_tokens_computed_total: computed prompt tokens, counted again after a preemption.
         output_tokens_total: tokens sampled by this engine.
         cached_prompt_tokens_total: prompt tokens found in the prefix cache when requests began.
         prefix_lookups_total: requests that looked for their prompt in the prefix cache.
-        prefix_lookup_tokens_total: tokens of these prompts; the denominator of a hit rate.
+        prefix_lookup_tokens_total: prompt tokens of these requests; the denominator of the hit
+            rate.
         preemptions_total: times that a request lost its blocks to another.
         requests_finished_stop_total: requests ended by an end token or a stop token.
         requests_finished_length_total: requests ended by a length limit.
-        requests_finished_abort_total: requests ended by the sender, or by a stop string.
+        requests_finished_abort_total: requests aborted by the client, or ended by a stop string.
         requests_started_by_priority: requests that began to run here, by the sign of their priority
             (`PRIORITY_SIGNS`).
         preemptions_by_priority: preemptions, by the sign of the preempted request's priority.
@@ -45,27 +46,28 @@ class EngineMetrics:
         blocks: blocks of the KV cache.
         blocks_free: free blocks, including those that keep a cached prefix.
         blocks_cached: different contents that the prefix cache can find.
-        blocks_evicted_total: blocks that were allocated while they cached something.
+        blocks_evicted_total: cached blocks that were evicted, to be allocated again.
         blocks_used_peak: most blocks in use at a time.
         kv_slots_held: tokens that the blocks of open requests have room for.
-        kv_slots_unfilled: slots among these that hold no known token.
+        kv_slots_unfilled: token slots among these that hold no known token.
         residency: how long blocks kept their cached contents.
         received_prompt_tokens_total: prompt tokens whose KV a remote node wrote.
         step_tokens_total: tokens that steps computed, of prompts and outputs.
         steps_by_tokens: steps by their number of computed tokens, in buckets of `STEP_TOKENS`.
         model_flops_total: floating-point operations, estimated from the model's configuration
             (`models/work.py`).
-        weight_read_bytes_total, kv_read_bytes_total: bytes read, also estimated.
-        device_peak_flops, device_peak_bandwidth: what the devices could do per second, by the
-            options; 0: unknown.
+        weight_read_bytes_total, kv_read_bytes_total: bytes of weights and of KV that were read,
+            estimated from the model's configuration.
+        device_peak_flops, device_peak_bandwidth: floating-point operations and bytes per second
+            that the devices could reach, as the options say; 0: unknown.
         draft_steps_total: times that a step computed drafts for a request.
         drafts_total: drafts that were computed.
         accepted_drafts_total: computed drafts that became part of an output.
         accepted_drafts_by_place: accepted drafts by their place among a request's drafts of one
             step: first, second, and so on.
-        images_encoded_total: images that steps encoded, repeatedly if the encoding was dropped.
-        encoder_cache_hits_total: images of prompts whose encoding was found.
-        encoder_seconds_total: seconds in the encoder of images; a part of the next figure.
+        images_encoded_total: images that steps encoded, counted again if the encoding was dropped.
+        encoder_cache_hits_total: images in prompts whose encoding was cached.
+        encoder_seconds_total: seconds in the image encoder; part of ``forward_seconds_total``.
         forward_seconds_total: seconds in the model and the sampler.
         step_seconds_total: seconds in whole steps.
         uptime_seconds: seconds since the engine was made.
@@ -115,7 +117,7 @@ class EngineMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return the mean number of tokens per request and step with drafts; 1 without drafts."""
+        """Return the mean number of tokens per request in a step with drafts; 1 without drafts."""
         return 1 + self.accepted_drafts_total / max(self.draft_steps_total, 1)
 
 
@@ -125,12 +127,12 @@ def sign_of(priority: int) -> int:
 
 
 def by_sign(counts: Mapping[int, int]) -> dict[str, int]:
-    """Return counts by the names of `PRIORITY_SIGNS`."""
+    """Return a dict of counts by sign of priority; the keys are `PRIORITY_SIGNS`."""
     return {name: counts[sign] for sign, name in PRIORITY_SIGNS.items()}
 
 
 def attended_tokens(begin: int, end: int, window: int | None) -> int:
-    """Return the total number of tokens that positions ``begin`` up to ``end`` attend to."""
+    """Return the number of (token, attended token) pairs for positions ``begin`` up to ``end``."""
     full_from = end if window is None else min(max(begin, window), end)
     ramp = (full_from - begin) * (begin + full_from + 1) // 2
     return ramp + (end - full_from) * (window or 0)
@@ -142,10 +144,10 @@ class EngineCounters:
 
     Attributes:
         started, preempted: requests by the sign of their priority.
-        experts_read: sum over steps of the share of all experts that a step read.
+        experts_read: sum over steps of the fraction of all experts whose weights the step read.
         attended_layers: (window, number of layers) pairs; window None: full attention.
-        attended: pairs of tokens in which one attends to the other, over all layers.
-        kv_read: tokens whose KV steps read, over all layers; a chunk reads earlier KV once.
+        attended: (token, attended token) pairs, summed over all layers.
+        kv_read: tokens whose KV was read, summed over layers; a prompt chunk reads earlier KV once.
     """
 
     prompt_tokens_computed: int = 0
@@ -181,7 +183,7 @@ class EngineCounters:
 
     def note_work(self, scheduled: SchedulerOutput) -> None:
         """Count the attention work of a step; call before the step's requests are updated."""
-        ends = list[int]()  # ends of requests that compute one token
+        ends = list[int]()  # for requests that compute one token: the position after it
         for item in scheduled.scheduled:
             begin, num_tokens = item.request.num_computed_tokens, item.num_scheduled_tokens
             end = begin + num_tokens

@@ -57,8 +57,8 @@ class RequestStatus(Enum):
 class Request:
     """One prompt, its output, and its progress.
 
-    The first ten fields suffice in the plain case: one engine, unconstrained output, no step
-    scheduled ahead. Each other group of fields serves one feature.
+    The first group of fields suffices for one engine, unconstrained output and synchronous steps.
+    Each other group serves one feature.
 
     Attributes:
         token_ids: prompt, then output.
@@ -68,47 +68,47 @@ class Request:
         block_ids: blocks that hold the KV, in order (`kv_cache_coordinator.py`).
         num_computed_tokens: leading tokens whose KV is in the cache.
 
-        priority: the client's order, smaller first; see ``scheduling_policy``.
+        priority: the client's priority; smaller values run first. See ``scheduling_policy``.
         rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
             last.
-        row: the worker's row for the request; -1: none. Set by `StepPlanner`.
-        num_planned_blocks: blocks that the worker knows. Set by `StepPlanner`.
+        row: row of the worker's batch that holds the request; -1: none. Set by `StepPlanner`.
+        num_planned_blocks: blocks that the worker has been told of. Set by `StepPlanner`.
         num_tokens_in_flight: tokens computed by steps in flight (two at most).
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
-            drafts may sample more, but nothing is scheduled after such a step before it ends.
+            drafts may sample more, so it must end before the request's next step is scheduled.
 
-        pooling: numbers to take from the prompt's hidden states; None: tokens are sampled.
+        pooling: what to compute from the prompt's hidden states; None: sample tokens.
 
         adapter: digest of the adapter that computes the request; empty: the base model.
         extra_keys: values that the KV depends on besides the tokens, such as the adapter.
-        block_hashes: hashes of the leading full blocks of ``token_ids``, as far as needed so far.
-        num_cached_blocks: leading blocks that are entered in the prefix cache.
+        block_hashes: hashes of the leading full blocks of ``token_ids``, as far as computed.
+        num_cached_blocks: leading blocks that the prefix cache contains.
         cache_class: highest class of cached blocks that the request may use (`block_pool.py`); set
             by `Drafts`.
 
-        images: images of the prompt, shared with the siblings; None: the prompt is text.
+        images: images of the prompt, shared with sibling requests; None: the prompt is only text.
 
         num_initial_tokens: tokens known at the start: the prompt, and output tokens of earlier
             attempts. A hand-off between nodes moves the KV of these tokens.
-        epoch: number of the router's attempt; repeated in each output.
+        epoch: number of the router's attempt; copied into each output.
 
         changes_logits: see `SamplingParams.changes_logits`.
-        grammar: state of the output's grammar and of the thought before it; None: unconstrained, or
-            not compiled yet.
+        grammar: state of the output's grammar and of the thought (reasoning) before the answer;
+            None: unconstrained, or not compiled yet.
         siblings: requests with the same prompt, which share its blocks once computed.
         prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
 
         num_cached_tokens: tokens found in the prefix cache at admission or grant.
         num_preemptions: times that the request lost its blocks to another.
-        num_prompt_tokens_computed: prompt tokens that this engine computed, repeatedly if
-            preempted. Stays 0 if all of the prompt's KV came from a remote node.
+        num_prompt_tokens_computed: prompt tokens that this engine computed, counted again after a
+            preemption. Stays 0 if all of the prompt's KV came from a remote node.
         num_forwards: steps that computed a part of this request.
         num_drafts: drafts that were computed for the request.
         num_accepted_drafts: computed drafts that became part of the output.
-        started_at: when the request was first scheduled (`time.monotonic`).
+        started_at: when the request was first scheduled, in seconds of `time.monotonic`.
     """
 
-    # The plain case.
+    # Fields of every request.
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
@@ -181,10 +181,10 @@ class Request:
             adapter: digest of a loaded adapter; empty: the base model.
             grammar: the grammar's state, if compiled already.
             images: the prompt's images; None: none.
-            pooling: numbers to take from the prompt's hidden states; None: sample tokens.
+            pooling: what to compute from the prompt's hidden states; None: sample tokens.
         """
         stop_token_ids = frozenset(sampling_params.stop_token_ids)
-        # With a grammar, an end token ends the output even under `ignore_eos`.
+        # With a grammar, an end token ends the output even if `ignore_eos` is set.
         if not sampling_params.ignore_eos or sampling_params.structured_output is not None:
             stop_token_ids |= eos_token_ids
         num_prompt_tokens = len(prompt_token_ids)
@@ -213,7 +213,7 @@ class Request:
 
     @property
     def image_spans(self) -> tuple[ImageSpan, ...]:
-        """Return the tokens of the prompt's images, in order."""
+        """Return the token range of each image in the prompt, in order."""
         return () if self.images is None else self.images.spans
 
     @property
@@ -242,7 +242,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether the first output must still bring prompt logprobs."""
+        """Return whether prompt logprobs are asked for and were not returned with an output yet."""
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
 
@@ -253,11 +253,11 @@ class Request:
         self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
 
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Store a chunk's logprobs, replacing logprobs from before a preemption."""
+        """Store a chunk's prompt logprobs, replacing those computed before a preemption."""
         self.prompt_logprobs[first_position - 1 :] = logprobs
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """Return one entry per prompt token, the first of them None; empty if not asked for."""
+        """Return logprobs per prompt token (None for the first); empty if not asked for."""
         if not self.wants_prompt_logprobs:
             return ()
         taken, self.prompt_logprobs = self.prompt_logprobs, []
@@ -271,8 +271,9 @@ class Request:
     def append(self, token_id: int) -> RequestStatus | None:
         """Add a sampled token; return the final status if the token ends the output, else None.
 
-        If a thought must still be followed by an answer, its closing mark replaces an end token.
-        Return FINISHED_ABORTED, without adding the token, if the grammar refuses the token.
+        An end token within a thought is replaced by the thought's closing mark if an answer must
+        follow. If the grammar forbids the token, the token is not added, and FINISHED_ABORTED is
+        returned.
         """
         grammar = self.grammar
         if grammar is not None:

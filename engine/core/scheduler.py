@@ -8,8 +8,8 @@ resuming after preemption and starting from remote KV are all cases of this rule
          \\-- preempted -/
 
 Requests that do not run are in the waiting room (`waiting_room.py`). The time to schedule a step
-grows with the requests in the step, not with the waiting ones. Only the scheduler writes to
-requests.
+grows with the number of requests in the step, not with the number of waiting requests. Only the
+scheduler writes to requests.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
 from engine.core.waiting_room import WaitingRoom
 
-# Share of all blocks to keep free when a waiting request is admitted: running requests need them
-# next, and a preempted request must compute everything again.
+# Fraction of all blocks to keep free when a waiting request is admitted. Running requests soon need
+# these blocks; a preempted request would have to compute everything again.
 WATERMARK = 0.01
 
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
@@ -55,29 +55,29 @@ class Scheduler:
         max_num_requests: most requests in a step.
         max_num_batched_tokens: most tokens in a step.
         long_prefill_token_threshold: most tokens of one request in a step.
-        prefill_tokens_beside_decodes: most prompt tokens in a step in which a request decodes, or
-            while a remote node computes a parked request's prompt.
+        prefill_tokens_beside_decodes: most prompt tokens in a step that also decodes, or that runs
+            while a parked request waits for a remote node's KV.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
-        by_priority: whether important requests, not early ones, run first.
+        by_priority: whether requests run in order of priority; otherwise in order of arrival.
         drafting: decides how many drafts pay; None: there are no drafts.
-        masks: see below; None: compute each mask at once.
-        encoder_cache_tokens: tokens of all encodings of images that the workers keep.
+        masks: computes grammar masks between steps; None: each mask is computed when it is needed.
+        encoder_cache_tokens: most tokens of all image encodings that the workers cache.
         max_num_encoder_input_tokens: most tokens of the images that one step encodes.
         keeps_images_whole: whether one step computes all tokens of an image, as these see each
             other.
 
     Attributes:
-        num_preemptions: preemptions since the start.
+        num_preemptions: number of preemptions since the start.
         counters: counts of all work since the start.
-        failures: ids of requests that cannot go on, and why. The reader aborts those still open,
-            and empties the list.
+        failures: (request id, reason) of requests that cannot continue. The reader of this list
+            aborts those still open, then empties the list.
         handed_back: requests that ended because another node must compute them; the reader empties
             the list.
         drafts: drafts for later steps.
-        masks: computes the masks of grammars between steps.
+        masks: the argument, or its default.
         images: chooses the images that each step encodes.
-        awaits_masks: whether the latest step is empty because the masks of all running requests
-            were missing; other threads compute these masks, without waking the engine.
+        awaits_masks: whether the latest step is empty because no running request's grammar mask was
+            ready; other threads compute masks, but do not wake the engine.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
-        self._num_prefill_tokens_left = ALL  # prompt tokens that the new step may still get
+        self._num_prefill_tokens_left = ALL  # prompt tokens left for this step
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom(by_priority=by_priority)
         in_steps = drafting is not None and drafting.in_steps
         self._planner = StepPlanner(max_num_requests, has_next_tokens=in_steps)
-        self._running: list[Request] = []  # by rank: the last one is preempted first
+        self._running: list[Request] = []  # sorted by rank: the last request is preempted first
         self.drafts = Drafts(
             kv_cache_manager,
             self.counters,
@@ -134,7 +134,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come
 
     def add_request(self, request: Request) -> None:
-        """Queue a request whose KV this engine computes; siblings wait for its prompt."""
+        """Queue a request that this engine prefills; siblings wait until the prompt is computed."""
         self._register(request)
         self._room.queue(request)
         for sibling in request.siblings:
@@ -148,11 +148,11 @@ class Scheduler:
         self._room.park(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def grant(self, request_id: str) -> GrantedBlocks | None:
-        """Give a parked request its cached blocks, all other blocks, and one decode block.
+        """Give a parked request its cached blocks, new blocks for the prompt, and one decode block.
 
-        Blocks that waiting requests need are reserved; with priorities, only requests that go
-        before this one count. Requests that wait for a place in a step, not for blocks, reserve
-        none. Returns None if too few other blocks are free.
+        Leaves free the blocks that waiting requests need (with priorities: waiting requests of
+        better rank). Requests that wait only for a place in a step reserve no blocks. Returns None
+        if too few blocks are free.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -180,10 +180,10 @@ class Scheduler:
         return has_slot and has_blocks and not self._room
 
     def commit(self, request_id: str, token_id: int, drafts: tuple[int, ...] = ()) -> None:
-        """Let a parked request run: its prompt's KV is complete, and ``token_id`` is token 1.
+        """Let a parked request run: its prompt's KV is complete; ``token_id`` is its first output.
 
         Args:
-            drafts: drafts of the tokens after token 1; the request's first step computes them.
+            drafts: drafts of the tokens after ``token_id``; the request's first step verifies them.
         """
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -203,7 +203,7 @@ class Scheduler:
         """Set a request's compiled grammar, or its error; ignored if the request has ended.
 
         Args:
-            grammar: a state that has accepted the output so far, or only its first tokens.
+            grammar: a state that has accepted some or all of the output's tokens so far.
         """
         if self.requests.get(request.request_id) is not request:
             return
@@ -217,7 +217,7 @@ class Scheduler:
             self._fail_by_grammar(request)
 
     def set_pixels(self, images: PromptImages, error: BatonError | None = None) -> None:
-        """Let the requests that wait for pixel values go on, or end them with an error."""
+        """Continue the requests that wait for these pixel values, or end them with an error."""
         for request in list(self.requests.values()):
             if request.images is not images:
                 continue
@@ -229,16 +229,16 @@ class Scheduler:
     def fail_images(self, failed: Mapping[bytes, str]) -> None:
         """End the requests that need images that could not be encoded.
 
-        Call this before `update`, which then keeps nothing of their step.
+        Call before `update`, which then ignores these requests' results.
 
         Args:
-            failed: digests, and why.
+            failed: why encoding failed, by the image's digest.
         """
         for request, error in self.images.failures(failed, list(self.requests.values())):
             self._fail(request, error)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now and drop its blocks; None when there is no such request.
+        """End a request now and drop its blocks; return the request, or None if the id is unknown.
 
         If a remote node may still write a parked request's blocks, the caller must hold these
         blocks first.
@@ -260,7 +260,7 @@ class Scheduler:
     def fail_all(self, without_numbers: Iterable[str]) -> None:
         """End the requests whose logits are NaN or infinite.
 
-        Call this before `update`, which then keeps nothing of their step.
+        Call before `update`, which then ignores these requests' results.
         """
         for request_id in without_numbers:
             if (request := self.requests.get(request_id)) is not None:
@@ -284,7 +284,7 @@ class Scheduler:
 
     @property
     def next_waiting(self) -> Request | None:
-        """Return the request that would start next, or None; for debug lines."""
+        """Return the request that would start next, or None; used in debug logs."""
         return self._room.peek_arrived() or self._room.peek()
 
     @property
@@ -296,13 +296,14 @@ class Scheduler:
         """Choose what the next step computes, and allocate blocks for it.
 
         May be called while a step runs (between `begin_step` and `update`). Each request that
-        samples in the running step then counts one token more. Requests that compute drafts in the
-        running step, or get drafts from it, are left for a later step. No request is preempted, as
-        the running step writes into its blocks: if memory is short, nothing is scheduled.
+        samples in the running step then counts as one token longer. Requests with drafts in the
+        running step, and requests that get drafts from it, are not scheduled. No request is
+        preempted, as the running step writes into its blocks; if memory is short, nothing is
+        scheduled.
 
         Args:
-            num_beside_decodes: most prompt tokens if a request decodes; a second limit beside the
-                scheduler's own.
+            num_beside_decodes: most prompt tokens if a request decodes, in addition to the
+                scheduler's own limit.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
@@ -318,7 +319,8 @@ class Scheduler:
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
         elif self._room.num_remote:
-            # Keep the step short, as KV that arrives meanwhile waits for its end.
+            # Keep the step short: a request whose remote KV arrives meanwhile must wait for the
+            # step's end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
@@ -332,23 +334,23 @@ class Scheduler:
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
-        if self._num_adapted:  # a worker expects the tokens of one adapter side by side
+        if self._num_adapted:  # the worker expects adjacent tokens per adapter
             scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
             self.awaits_masks = True
-            self.masks.wait_for_any()  # no request can run before its mask is ready
+            self.masks.wait_for_any()  # no request can run before its grammar mask is ready
         num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
         return SchedulerOutput(
             tuple(scheduled), num_tokens, has_drafts, num_drafts, is_mixed, num_prompt_tokens
         )
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Return a step that was scheduled ahead, without requests whose masks are not ready.
+        """Return a step scheduled ahead, without requests whose grammar masks are not ready.
 
-        The previous step has ended since, so its sampled tokens need new masks. Only requests that
-        have sampled a token are left out: for prompt chunks, hooks that push blocks after each
-        layer may already exist.
+        The previous step has ended since the scheduling, and its sampled tokens need new masks.
+        Prompt chunks stay in the step, as hooks that push their blocks after each layer may already
+        exist.
         """
         self.masks.wait()
         return scheduled.without(self._lacks_mask)
@@ -356,7 +358,10 @@ class Scheduler:
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
-        """Return a worker's plan of a step, and its hooks; call right before `begin_step`."""
+        """Return the plan of a step for the workers, and the step's hooks.
+
+        Call right before `begin_step`.
+        """
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
         if self.images.is_active:
             plan = replace(plan, images=self.images.plan(scheduled.scheduled))
@@ -393,15 +398,15 @@ class Scheduler:
             if in_flight:
                 request.num_tokens_pending -= item.samples
                 request.num_tokens_in_flight -= num_tokens
-            if request.status.is_finished:  # ended since the step was scheduled
+            if request.status.is_finished:  # the request has ended since the step was scheduled
                 self._free_when_idle(request)
                 continue
-            if has_drafts:  # `Drafts.append` counts accepted drafts
+            if has_drafts:  # `Drafts.append` has already counted accepted drafts
                 num_tokens -= len(item.draft_token_ids)
             start = request.num_computed_tokens
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
-            if num_tokens > 1 or end % block_size == 0:  # a block may be full
+            if num_tokens > 1 or end % block_size == 0:  # a block may have become full
                 manager.cache_blocks(
                     request, self.drafts.cache_class(request, num_tokens, scheduled)
                 )
@@ -444,7 +449,7 @@ class Scheduler:
     def _append_checked(
         self, item: ScheduledRequest, sampled: tuple[int, ...], scheduled: SchedulerOutput
     ) -> tuple[RequestStatus | None, tuple[int, ...]]:
-        """Append sampled tokens that drafts or a grammar may cut short or replace.
+        """Append the sampled tokens of a request with drafts or a grammar, which may change them.
 
         Returns the final status, if the output ends (see `Request.append`), and the added tokens.
         """
@@ -482,7 +487,7 @@ class Scheduler:
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # waits for the step in flight, or for the prompt budget
+            if num_tokens <= 0:  # waits for the step in flight, or for the prompt token limit
                 continue
             if request.grammar is not None and not self._may_run(request, num_tokens):
                 continue
@@ -491,31 +496,35 @@ class Scheduler:
             if not fits and not self._allocate_or_preempt(request, target):
                 if self._num_steps_in_flight:
                     return None
-                break  # the request was the last one, so it was preempted itself
+                break  # the request had the last rank, so it was preempted itself
             budget -= self._add(request, num_tokens, scheduled)
         return budget
 
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Start requests whose prompt's KV has arrived. They hold blocks, so they come first."""
+        """Start requests whose prompt KV has arrived.
+
+        They come first, as they already hold blocks.
+        """
         while budget > 0 and len(self._running) < self._max_num_requests:
             request = self._room.peek_arrived()
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # no room in the step for the request's chunk
+            if num_tokens <= 0:  # no room left in the step for the request's chunk
                 break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
                     break
-                # Requests that arrived hold all blocks, and none of them can start.
+                # No request runs, and requests whose KV arrived hold all blocks without being able
+                # to start.
                 self._preempt(self._room.pop_last_arrived())
                 continue
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
         return budget
 
     def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Start waiting requests, from their cached prefix on."""
+        """Start waiting requests, each after its cached prefix."""
         max_num_running = self._max_num_requests
         while (
             min(budget, self._num_prefill_tokens_left) > 0 and len(self._running) < max_num_running
@@ -534,7 +543,8 @@ class Scheduler:
             self._room.pop()
             request.num_computed_tokens = num_cached
             if request.images is not None and not request.images.may_compute_from(num_cached):
-                # The cached blocks of its images have left since it came without files.
+                # The request came without image files, and its images' cached blocks have been
+                # evicted since.
                 self._hand_back(request)
                 continue
             if request.num_preemptions == 0:
@@ -554,7 +564,7 @@ class Scheduler:
         return self._add(request, num_tokens, scheduled)
 
     def _add(self, request: Request, num_tokens: int, scheduled: list[ScheduledRequest]) -> int:
-        """Add a request to the step; return its number of tokens."""
+        """Add a request to the step; return the number of tokens added."""
         if request.images is not None:
             self.images.add(request, num_tokens)
         scheduled.append(ScheduledRequest(request, num_tokens))
@@ -575,14 +585,14 @@ class Scheduler:
             self.masks.begin_mask(request.grammar)
 
     def _may_run(self, request: Request, num_tokens: int) -> bool:
-        """Return whether a request may compute these tokens now; False if it needs a mask first."""
+        """Return whether a request may compute these tokens, or must wait for a grammar mask."""
         grammar = request.grammar
         if grammar is None or grammar.has_mask or request.num_tokens_pending:
             return True  # with a step in flight, `with_masks` checks once more
         return request.num_computed_tokens + num_tokens < request.num_tokens
 
     def _lacks_mask(self, item: ScheduledRequest) -> bool:
-        """Return whether a part of a step samples a token whose mask is not ready."""
+        """Return whether a scheduled request samples a token whose grammar mask is not ready."""
         if self._may_run(item.request, item.num_scheduled_tokens):
             return False
         request = item.request
@@ -602,7 +612,7 @@ class Scheduler:
         self._fail(request, InvalidRequestError(field, problem))
 
     def _fail(self, request: Request, error: BatonError) -> None:
-        """Record a failure; end the request unless a peer may still write its blocks."""
+        """Record a failure, and end the request unless a remote node may still write its blocks."""
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.abort(request.request_id)
@@ -613,7 +623,7 @@ class Scheduler:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-            if request.request_id in self.drafts.kept:  # its drafts are out of date
+            if request.request_id in self.drafts.kept:  # the request's drafts are out of date
                 return 0
         if missing == 1 and request.images is None:
             return 1
@@ -623,12 +633,12 @@ class Scheduler:
             size = self.images.limit(request, size, min(missing, budget))
             if missing == 1:
                 return size
-        if size == 1:  # `_add` does not count single tokens, as most are decodes
+        if size == 1:  # `_add` does not count single tokens, as most of them are decodes
             self._num_prefill_tokens_left -= 1
         return size
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
-        """Get a running request blocks for ``target`` tokens, maybe preempting the last request.
+        """Give a running request blocks for ``target`` tokens; preempt the last request if needed.
 
         Returns False if that failed: the request itself was preempted, or a step is in flight.
         """
@@ -656,17 +666,17 @@ class Scheduler:
         self._room.put_back(request)
 
     def _hand_back(self, request: Request) -> None:
-        """End a request that another node must compute."""
+        """End a preempted request that another node must compute."""
         self._finish(request, RequestStatus.FINISHED_ABORTED)
         self.handed_back.append(request)
 
     def _note_prompt_computed(
         self, request: Request, start: int, num_tokens: int, logprobs: Mapping[str, PromptLogprobs]
     ) -> None:
-        """Count a prompt chunk that began at ``start``; after the last one, queue the siblings.
+        """Count a prompt chunk that began at ``start``; after the last chunk, queue the siblings.
 
         Args:
-            logprobs: logprobs of requests' chunks, which are kept if this request has some.
+            logprobs: prompt logprobs of the step's chunks; those of this request are kept.
         """
         if logprobs and (chunk := logprobs.get(request.request_id)):
             request.keep_prompt_logprobs(chunk.first_position, chunk.logprobs)
@@ -679,7 +689,8 @@ class Scheduler:
         if num_tokens >= prompt_left:
             for sibling in request.take_siblings():
                 self.kv_cache_manager.share_prompt(request, sibling)
-                # Each computed position, except the prompt's last, predicts a prompt token.
+                # Each computed position predicts the next prompt token, except the prompt's last
+                # position.
                 sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
                 self._room.queue(sibling)
 
@@ -701,7 +712,8 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        if not request.num_tokens_in_flight:  # else `update` frees blocks once no step writes them
+        # else `update` frees the blocks once no step writes them
+        if not request.num_tokens_in_flight:
             self.kv_cache_manager.free(request)
 
 

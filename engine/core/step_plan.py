@@ -1,6 +1,6 @@
-"""StepPlan: a step as a worker gets it, in plain values that can go to another process.
+"""StepPlan: a step as the worker gets it: plain values that can be sent to another process.
 
-The worker keeps a row for each running request, and a plan lists the changes of these rows:
+The worker keeps a row for each running request; a plan lists what changes in these rows:
 
     core     Request --- row 3 ---+            worker    row 3: parameters, block table, last token
                                   |
@@ -26,20 +26,20 @@ from engine.core.images.image_plan import StepImages
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 
-UNKNOWN_TOKEN = -1  # stands for a token that the step in flight samples
-SHARE = 4  # numbers per request in `StepPlan.shares`
+UNKNOWN_TOKEN = -1  # placeholder for a token that the step in flight samples
+SHARE = 4  # length of one request's entry in `StepPlan.shares`
 
 
 class NewRow(msgspec.Struct, frozen=True, gc=False):
-    """Assign a row to another request; the row then has no blocks.
+    """Assign a row to a new request; the row then has no blocks.
 
     Attributes:
-        token_ids: all known tokens, if sampling looks back at them; else empty. Tokens computed
-            later are appended.
+        token_ids: all known tokens, if sampling depends on them; else empty. The worker appends
+            later tokens.
         is_drafted_for: see `engine.core.drafts.is_drafted_for`.
         adapter: digest of the adapter that computes the request; empty: the base model.
-        images: the prompt's images, from which positions on three axes follow.
-        pooling: numbers to take from the request's hidden states; None: tokens are sampled.
+        images: the prompt's images, which determine three-axis position ids.
+        pooling: what to compute from the request's hidden states; None: sample tokens.
     """
 
     row: int
@@ -56,7 +56,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Append blocks to a row; ids of several groups are interleaved."""
+    """Append blocks to a row; block ids are interleaved over groups."""
 
     row: int
     block_ids: list[int]
@@ -64,25 +64,25 @@ class NewBlocks(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that one step computes.
+    """All inputs of one step, as changes since the previous step.
 
     Attributes:
         new_rows: rows to assign first.
         new_blocks: blocks to append to rows after that.
         shares: four numbers per request: its row, the position of its first computed token, the
-            number of computed tokens, and the number of known tokens, including those that the
-            step in flight samples. A request whose last known token is computed samples the next
-            token. Computed tokens after the last known one are drafts, and one more token is
-            sampled after each draft. A pooled request samples no token: one token more than its
-            prompt counts as known. Requests of one adapter are side by side.
+            number of computed tokens, and the number of known tokens, including those that the step
+            in flight samples. If the last known token is computed, the next token is sampled.
+            Computed tokens after the last known token are drafts; one more token is sampled after
+            each draft. A pooled request samples no token, so its number of known tokens is the
+            prompt's length plus one. Requests of one adapter are adjacent.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` where the step in flight
             samples a token.
-        constrained: ids of requests that sample by a grammar, or whose thought must end
-            (`StepHooks.allowed_bits`).
+        constrained: ids of requests whose sampling is masked by a grammar, or by the end of a
+            thought (`StepHooks.allowed_bits`).
         num_drafts: number of drafts to make after each request's last sampled token.
         next_token_ids: for the drafter, each request's token after the computed ones;
             `UNKNOWN_TOKEN` if this step samples the token. Empty without a drafter.
-        images: what the step does with images; None: nothing.
+        images: images to encode and to place; None: the step has no images.
     """
 
     new_rows: tuple[NewRow, ...]
@@ -105,9 +105,9 @@ class StepHooks:
 
     Attributes:
         after_layer: called with each layer's number once the layer is computed (GPU: launched).
-        allowed_bits: returns the tokens that grammars allow, by request id and in sampling order
-            (`GrammarState.allowed_bits`). Called after launching the logits, while the host is
-            idle.
+        allowed_bits: returns the grammar masks by request id, one per sampled token
+            (`GrammarState.allowed_bits`). Called after the logits' computation is launched, while
+            the host is idle.
     """
 
     after_layer: Callable[[int], None] | None = None
@@ -115,7 +115,7 @@ class StepHooks:
 
 
 class StepPlanner:
-    """Assigns rows to requests, and makes plans of what changed since a row's last step.
+    """Assigns rows to requests, and plans a step as changes since each row's last step.
 
     Args:
         max_num_requests: number of rows.
@@ -127,7 +127,7 @@ class StepPlanner:
         self._has_next_tokens = has_next_tokens
 
     def plan(self, scheduled: Sequence[ScheduledRequest], num_drafts: int = 0) -> StepPlan:
-        """Make a step's plan; call once the previous step has been planned and begun.
+        """Make a step's plan; call after the previous step has been planned and begun.
 
         This is the only loop over requests that runs in every step, once per output token.
         """
@@ -172,7 +172,7 @@ class StepPlanner:
         )
 
     def leave(self, request: Request) -> None:
-        """Free a request's row, if it has one; a request that runs again gets a new row."""
+        """Free a request's row, if any; if the request runs again, it gets a new row."""
         if request.row >= 0:
             self._free_rows.append(request.row)
             request.row, request.num_planned_blocks = -1, 0

@@ -1,9 +1,9 @@
-"""WaitingRoom: requests that do not run: in line for a step, or parked.
+"""WaitingRoom: requests that are not running: in line for a step, or parked.
 
     arrived    in line with blocks: the prompt's KV has arrived, or a sibling has computed it
     waiting    in line without blocks, in order of arrival; preempted ones first
                (by priority: both lines are in order of rank)
-    parked     not in line until an event; parked requests cost nothing per step:
+    parked     not in line until an event; parked requests add no work per step:
                  WAITING_FOR_REMOTE_KVS    a remote node writes their prompt's KV
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
                  WAITING_FOR_GRAMMAR       their grammar is being compiled
@@ -36,8 +36,8 @@ _RANKS_PER_PRIORITY = 2**48
 class WaitingQueue:
     """Waiting requests in the order of arrival, with preempted ones at the front.
 
-    An ended request stays in the queue until it reaches the front or the back, which saves
-    searching.
+    An ended request stays in the queue until it reaches the front or the back, which avoids a
+    search.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,15 @@ class WaitingQueue:
 
     def add_new(self, request: Request) -> None:
         """Queue a request that has not run yet, by its time of arrival."""
-        # Usually the newest request; after waiting for a grammar, it precedes later ones.
+        # Usually the newest request comes last, but a request that waited for a grammar precedes
+        # later ones.
         index = len(self._requests)
         while index and self._requests[index - 1].rank > request.rank:
             index -= 1
         self._requests.insert(index, request)
 
     def add_last(self, request: Request) -> None:
-        """Queue a request behind all others, in whatever order the requests arrived."""
+        """Queue a request behind all others, regardless of its arrival time."""
         self._requests.append(request)
 
     def put_back(self, request: Request) -> None:
@@ -77,18 +78,18 @@ class WaitingQueue:
         return self._requests.pop()
 
     def leave(self, request: Request) -> None:
-        """Note that a queued request ends."""
+        """Note that a queued request has ended."""
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the requests that wait, in their order."""
+        """Iterate over the requests that wait, in queue order."""
         return (request for request in self._requests if not request.status.is_finished)
 
 
 class RankedQueue(WaitingQueue):
-    """Waiting requests in the order of rank; an ended one leaves at once, wherever it is."""
+    """Waiting requests in order of rank; an ended request is removed at once, wherever it is."""
 
     def __init__(self) -> None:
-        self._ranked: list[Request] = []  # by falling rank, so that the front is removed cheaply
+        self._ranked: list[Request] = []  # by falling rank: removing the front request is cheap
 
     def add_new(self, request: Request) -> None:
         bisect.insort(self._ranked, request, key=_falling_rank)
@@ -118,13 +119,13 @@ def _falling_rank(request: Request) -> int:
 
 
 class WaitingRoom:
-    """Requests that do not run, in the order of their turns.
+    """Requests that are not running, in the order in which they will run.
 
     Args:
         by_priority: whether requests go by priority, then arrival; otherwise only by arrival.
 
     Attributes:
-        num_arrived: requests in line that hold blocks.
+        num_arrived: requests in line with blocks.
         num_without_blocks: requests in line without blocks.
         num_remote: parked requests whose prompts' KV a remote node computes or writes.
     """
@@ -145,14 +146,14 @@ class WaitingRoom:
     # ------------------------------------------------------------------ in and out
 
     def give_rank(self, request: Request) -> None:
-        """Give a request its permanent rank: by priority, if that is enabled, then by arrival."""
+        """Give a request its permanent rank: by priority if enabled, then by arrival."""
         request.rank = self._num_ranks
         if self._by_priority:
             request.rank += request.priority * _RANKS_PER_PRIORITY
         self._num_ranks += 1
 
     def park(self, request: Request, status: RequestStatus) -> None:
-        """Keep a request out of line, with a status that says why."""
+        """Park a request with a status that gives the reason."""
         assert status in PARKED
         self._count_remote(request, status)
         request.status = status
@@ -185,7 +186,7 @@ class WaitingRoom:
         self.num_without_blocks += 1
 
     def leave(self, request: Request) -> None:
-        """Stop counting an ending request; call before its status and blocks change."""
+        """Stop counting an ending request; call before its status or blocks change."""
         if request.status not in IN_LINE:
             self._count_remote(request, None)
             return
@@ -197,14 +198,17 @@ class WaitingRoom:
             self.num_without_blocks -= 1
 
     def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
-        """Count a request whose status changes to ``status``; None: the request ends."""
+        """Update the count of remote requests for a status change to ``status``.
+
+        ``status`` is None for a request that ends.
+        """
         self.num_remote -= request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         self.num_remote += status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
     # ------------------------------------------------------------------ whose turn it is
 
     def waiting(self) -> Iterator[Request]:
-        """Iterate over the requests in line without blocks, in their order."""
+        """Iterate over the requests in line without blocks, in queue order."""
         return iter(self._waiting)
 
     def peek_arrived(self) -> Request | None:

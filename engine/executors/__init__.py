@@ -1,4 +1,7 @@
-"""Executors: where workers run. Each has a file and a line here; none is imported before use."""
+"""Executors: each runs the workers in another place. To add one, add a file and a line here.
+
+An executor is imported only when it is used.
+"""
 
 from baton.registry import Registry
 from engine.executors.base import Executor

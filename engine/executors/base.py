@@ -1,4 +1,7 @@
-"""Executor: computes the engine's steps on workers, wherever they are. Refuses to know: tensors."""
+"""Executor: computes the engine's steps on workers, in this process or others.
+
+Refuses to know: tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,23 @@ class PendingStep(Protocol):
     """A submitted step."""
 
     def wait(self) -> ModelRunnerOutput:
-        """Wait for the step's KV and tokens; return the result, or raise the step's error."""
+        """Wait until the step's KV and tokens are computed.
+
+        Return the result or raise the step's error.
+        """
 
 
 class Executor(Protocol):
-    """Workers, each with a model or a part of it, and KV memory. Owned by the engine's thread.
+    """A group of workers, each with KV memory and the model or a part of it.
+
+    Owned by the engine's thread.
 
     Attributes:
         config: the options, resolved for the workers' devices.
         model_config: configuration of the loaded model.
         dtype: name of the weights' dtype.
-        linear_weights: description of the linear layers' weights; equal ones give equal results.
+        linear_weights: description of the linear layers' weights; engines with equal descriptions
+            compute equal results.
         max_model_len: most tokens of one request.
         kv_memory: KV memory of the worker in this process.
         runs_ahead: whether a step may be submitted before the previous one has ended; `submit`
@@ -59,11 +68,11 @@ class Executor(Protocol):
     def pack_adapter(self, adapter: Adapter) -> int:
         """Pack an adapter ahead of ``load_adapter``; return its packed bytes; safe from any thread.
 
-        0: the workers pack the adapter while they load it. Raises AdapterError.
+        Returns 0 if the workers pack the adapter only while they load it. Raises AdapterError.
         """
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core of this process inside this context; safe from any thread."""
+        """Let no other node use this process's cores inside this context; safe from any thread."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
@@ -72,7 +81,7 @@ class Executor(Protocol):
 
         Raises TimeoutError if a worker has not answered within ``timeout_s``. For a worker in this
         process, the error is raised after the call has returned. Raises AdapterError if a worker
-        did; the others have done what they were asked.
+        raised one, after all other workers have run the method.
         """
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
@@ -87,10 +96,10 @@ class Executor(Protocol):
         """
 
     def rest(self) -> None:
-        """Note that nothing can be submitted now, so other nodes may use this node's cores."""
+        """Announce that no step can be submitted now, so other nodes may use this node's cores."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Do a little work that can wait; return whether more is left.
+        """Do a little deferrable work, such as populating KV memory; return whether more is left.
 
         Args:
             num_used_blocks: number of KV blocks that were ever allocated.
@@ -100,4 +109,4 @@ class Executor(Protocol):
         """Raise EngineDeadError when a worker is gone, a step has failed, or a call was late."""
 
     def close(self) -> None:
-        """Stop the workers; nothing can be submitted any more. May be called twice."""
+        """Stop the workers; afterwards no step can be submitted. May be called twice."""

@@ -1,7 +1,7 @@
 """ExternalLauncherExecutor: a launcher (torchrun, SLURM, MPI, Kubernetes) starts all ranks alike.
 
-In the leader's process, the program continues with an engine. The other processes become ranks at
-this point, and end with the engine.
+In the leader's process, the constructor returns an engine's executor. In all other processes, the
+constructor serves as a rank until the engine ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
 from models.parallel.torch_group import connect, launchers_store, own_address
 
 _INVITATION = "baton/invitation"
-# Rank and size by torchrun, SLURM, Open MPI; the first pair that is set is used.
+# Variables of rank and size by launcher (torchrun, SLURM, Open MPI); the first pair set is used.
 _NAMES = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
@@ -32,7 +32,7 @@ _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A launcher's description of one of its processes.
+    """One process's place in the job that a launcher started.
 
     Attributes:
         rank: the process's rank, from 0.
@@ -70,7 +70,8 @@ class Place:
 class ExternalLauncherExecutor(RanksExecutor):
     """Ranks that a launcher has started; see `engine.executors.base.Executor` for the contract.
 
-    On ranks that do not lead, the constructor raises SystemExit when the engine has ended.
+    On all ranks but the leader, the constructor does not return: it raises SystemExit when the
+    engine ends.
     """
 
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
@@ -84,11 +85,12 @@ class ExternalLauncherExecutor(RanksExecutor):
         if place.rank != config.leader:
             attend(Invitation.decode(store.get(_INVITATION)), place.rank, model_folder)
             raise SystemExit
-        # Ranks know only the host of rank 0.
+        # Ranks know no other host than that of rank 0, so the engine must run there.
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())
-        self._stores = meeting, store  # kept, as other ranks use both while this rank lives
+        # kept open, as other ranks use both sockets while this rank lives
+        self._stores = meeting, store
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)
         start_all(ranks, meeting, model_folder, config)

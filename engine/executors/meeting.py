@@ -1,10 +1,10 @@
-"""Meeting: ranks that others started, maybe on other machines, connect to the engine's process.
+"""Meeting: ranks started elsewhere, maybe on other machines, connect to the engine's process.
 
     rank 0 ── messages, life line, an extra link ──> the engine's process ──> plans
     rank 1 ── messages, life line, an extra link ──>
 
-A rank first sends a key that its starter gave it; nothing is unpickled before.
-Refuses to know: how ranks are started.
+A rank first sends the secret key it was started with; nothing is unpickled before the key is
+checked. Refuses to know: how ranks are started.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
-_MAX_UNKNOWN = 128  # most connections without a key yet, as each has a thread
+_MAX_UNKNOWN = 128  # most connections that have not sent a key yet, as each needs a thread
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
-# Longer than a busy machine is silent. `rank_watch` reports a stopped rank earlier.
+# Seconds without a message until a connection is given up: longer than a busy machine is silent.
+# `rank_watch` reports a stopped rank earlier.
 _SILENCE_S = 5.0
-# A lost machine closes no connection; its kernel only stops answering.
+# Keep-alive probes are needed: a lost machine closes no connection, its kernel only stops
+# answering.
 _USER_TIMEOUT_MS = 10_000
 
 
@@ -63,12 +65,12 @@ class Invitation(msgspec.Struct, frozen=True):
     key: bytes
 
     def encode(self) -> bytes:
-        """Return bytes that `decode` reads."""
+        """Encode the invitation as bytes for `decode`."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, content: bytes) -> Invitation:
-        """Read bytes that `encode` made."""
+        """Decode bytes that `encode` made."""
         return msgspec.msgpack.decode(content, type=cls)
 
 
@@ -96,17 +98,17 @@ class RemoteRank:
         return None
 
     def end_rank(self) -> None:
-        """Hang up, which ends the rank."""
+        """Close the connection, which ends the rank."""
         self.messages.close()
         self._life_line.close()
 
 
 class Meeting:
-    """The engine's end of the meeting.
+    """The engine process's listener, to which all ranks connect.
 
     Args:
         host: name or address of this machine that the ranks can reach.
-        ranks: the ranks to wait for.
+        ranks: numbers of the ranks to wait for.
     """
 
     def __init__(self, host: str, ranks: Collection[int]) -> None:
@@ -117,15 +119,15 @@ class Meeting:
         port = self._listener.getsockname()[1]
         self.invitation = Invitation(host, port, store_port, secrets.token_bytes(_KEY_BYTES))
         self._lock = threading.Lock()
-        self._unknown: dict[socket.socket, None] = {}  # in order of arrival
+        self._unknown: dict[socket.socket, None] = {}  # in order of connection
         self._arrived: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> list[RemoteRank]:
-        """Return all ranks, in order, once all have connected; admit no others afterwards.
+        """Return all ranks, in order, once all have connected, and stop listening.
 
         Args:
-            check: raises if a rank has failed and cannot connect any more; called often.
+            check: raises if a rank has failed and can no longer connect; called often.
 
         Raises:
             EngineDeadError: some ranks have not connected in time.
@@ -142,7 +144,7 @@ class Meeting:
                 with contextlib.suppress(queue.Empty):
                     rank, kind, link = self._arrived.get(timeout=_BEAT_S)
                     if links.setdefault((rank, kind), link) is not link:
-                        link.close()  # a rank's second link of this kind is refused
+                        link.close()  # refused: the rank already has a link of this kind
         except BaseException:
             for link in links.values():
                 link.close()
@@ -155,12 +157,12 @@ class Meeting:
         ]
 
     def _accept(self) -> None:
-        """Accept connections; if too many have sent no key, close the oldest such connection."""
+        """Accept connections; if too many have not sent a key, close the oldest of these."""
         while True:
             try:
                 link, _ = self._listener.accept()
             except OSError as error:
-                if error.errno not in _TRANSIENT:  # closed: all ranks have connected
+                if error.errno not in _TRANSIENT:  # closed, as all ranks have connected
                     return
                 time.sleep(_BEAT_S)
                 continue
@@ -169,7 +171,7 @@ class Meeting:
                 is_full = len(self._unknown) > _MAX_UNKNOWN
                 if is_full:
                     oldest = next(iter(self._unknown))
-                    del self._unknown[oldest]  # so that it is closed only once
+                    del self._unknown[oldest]  # removed, so that the connection is closed only once
             if is_full:
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
@@ -199,7 +201,7 @@ class Meeting:
 def start_all(
     ranks: Collection[RemoteRank], meeting: Meeting, model_folder: Path, config: EngineConfig
 ) -> None:
-    """Send each rank its number and its options."""
+    """Send each rank its rank number and its options."""
     level = logging.getLogger().getEffectiveLevel()
     for rank in ranks:
         start = Start(str(model_folder), config, rank.rank, meeting.address, level)
@@ -210,7 +212,7 @@ def attend(invitation: Invitation, rank: int, model_folder: Path | None = None) 
     """Serve as a rank in this process until the engine's process is gone.
 
     Args:
-        model_folder: the model on this machine; None: the engine process's path.
+        model_folder: path of the model on this machine; None: the engine process's path.
     """
     messages, life_line, beside = (_come(invitation, rank, kind) for kind in _LINKS)
     start_watch(life_line.fileno())
@@ -225,7 +227,7 @@ def _come(invitation: Invitation, rank: int, kind: int) -> Connection:
 
 
 def _live(life_line: Connection) -> None:
-    """Send signs of life until the other end is closed."""
+    """Send keep-alive messages until the other end is closed."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             life_line.send_bytes(b".")

@@ -1,6 +1,7 @@
 """MultiprocExecutor: starts the other ranks as processes of this machine.
 
-Each process inherits two private socket pairs, and a pipe as life line.
+Each process inherits two private socket pairs, and a pipe whose end-of-file tells that the other
+side is gone (the life line).
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from engine.worker.host.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
 from models.parallel.torch_group import connect
 
-RANKS_PREFIX = "baton-ranks-"  # prefix of the folders where an engine's ranks meet
+# name prefix of the temporary folders where an engine's ranks rendezvous
+RANKS_PREFIX = "baton-ranks-"
 
 
 class RankProcess:
-    """One rank's process, as seen by this process.
+    """The engine process's handle of one rank's process.
 
     Args:
         start: the rank's first message; the rank inherits the shared memory that it names.
@@ -56,7 +58,7 @@ class RankProcess:
         self.messages.send_bytes(ENCODER.encode(start))
 
     def why_gone(self) -> str | None:
-        """Return why the rank is gone; None: it runs."""
+        """Return why the rank is gone; None while it runs."""
         code = self.process.poll()
         if code is not None:
             return f"rank {self.rank} (process {self.process.pid}) ended with {code}"
@@ -89,7 +91,7 @@ class MultiprocExecutor(RanksExecutor):
         ]
         others = OtherRanks(ranks, folder.close)
         size, stage_size = config.num_ranks, config.tensor_parallel_size
-        # The calling thread moves to the rank's cores only while it computes.
+        # The calling thread is pinned to the rank's cores only while it computes.
         self._cores = cores_of_rank(config, config.leader)
         with on_cores(self._cores):
             super().__init__(
@@ -99,7 +101,7 @@ class MultiprocExecutor(RanksExecutor):
                 ),
             )
         if shared is not None:
-            os.close(shared)  # no longer needed, as the memory is mapped
+            os.close(shared)  # no longer needed once the memory is mapped
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         with on_cores(self._cores):

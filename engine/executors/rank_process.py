@@ -3,8 +3,8 @@
     python -m engine.executors.rank_process 7 9 11      (7: messages, 9: the life line,
                                                          11: for functions beside the steps)
 
-The numbers are descriptors that this process inherited from the engine's process. Refuses to know:
-requests, other ranks.
+The numbers are file descriptors inherited from the engine's process. Refuses to know: requests,
+other ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-_MOST_LOOKS = 3  # times in a row that the engine must look stopped: both may just be continued
+# checks in a row in which the engine must look stopped, as both processes may just have been
+# continued
+_MOST_LOOKS = 3
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: the rank and its options."""
+    """The first message to a rank: its number and its options."""
 
     model_folder: str
     config: EngineConfig
@@ -77,13 +79,13 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The result of a call, or notice that the rank has started."""
+    """The result of a call, or the message that the rank has started."""
 
     value: Any = None
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):
-    """The exception of a call, or of the start."""
+    """The exception that a call, or the start, raised."""
 
     kind: str
     message: str
@@ -150,7 +152,7 @@ def serve(
                 messages.send_bytes(ENCODER.encode(Answer()))
             else:
                 _do(worker, messages, message)
-    except EOFError:  # the engine has ended
+    except EOFError:  # the engine's process has ended
         return
     finally:
         done.set()
@@ -160,7 +162,7 @@ def serve(
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
     if isinstance(message, Step):
         prepared = worker.runner.prepare(message.plan, eager=message.eager)
-        # Replay no step that the leader cannot replay.
+        # Replay a captured graph only where the leader replays one, too.
         worker.launch(prepared, StepHooks(after_layer=_ignore if message.eager else None))
         return
     assert isinstance(message, Call)
@@ -177,11 +179,11 @@ def _ignore(layer: int) -> None:
 
 
 def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozenset[int]) -> None:
-    """Run a function on a thread; an exception ends this process, and so all ranks.
+    """Run a function on a new thread; an exception ends this process, and with it all ranks.
 
     Args:
-        cores: where the thread may run: on all ranks' cores, as the leader's thread may occupy this
-            rank's core while another core is idle. Empty: on this rank's cores only.
+        cores: cores of all ranks, where the thread may run, because the leader's thread may occupy
+            this rank's core while another core is idle. Empty: only this rank's cores.
     """
     module, _, name = message.entry.partition(":")
     function = getattr(importlib.import_module(module), name)
@@ -191,7 +193,7 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:
-            end_within(END_AFTER_DEATH_S)  # logging may hang: the log's reader may be gone
+            end_within(END_AFTER_DEATH_S)  # logging may hang, as the log's reader may be gone
             logger.critical("%s cannot go on", message.entry, exc_info=True)
             os._exit(1)
 
@@ -206,16 +208,16 @@ def _failure(error: Exception) -> Failure:
 
 
 def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: Path) -> None:
-    """End this process when the engine's process is gone, and remove the meeting's folder."""
+    """End this process when the engine's process is gone; remove the rendezvous folder."""
     until_over()
     if meeting.is_dir():
         shutil.rmtree(meeting, ignore_errors=True)
-    if not done.wait(_ABORT_GRACE_S):  # the process may be ending by itself
+    if not done.wait(_ABORT_GRACE_S):  # the process may be exiting already
         os._exit(1)
 
 
 def _end_if_stopped(engine_pid: int) -> None:
-    """End the engine's process, and so all ranks, when it has been stopped for a while."""
+    """End the engine's process, and with it all ranks, if it has been stopped for a while."""
     num_looks = 0
     while num_looks < _MOST_LOOKS:
         time.sleep(_LOOK_EVERY_S)
@@ -233,6 +235,6 @@ if __name__ == "__main__":
         watch.start()
         serve(Connection(messages), Connection(beside), until_over)
     except BaseException:
-        end_within(END_AFTER_DEATH_S)  # logging may hang: the log's reader may be gone
+        end_within(END_AFTER_DEATH_S)  # logging may hang, as the log's reader may be gone
         logger.critical("this rank cannot go on", exc_info=True)
-        os._exit(1)  # do not wait for library threads
+        os._exit(1)  # exits without waiting for library threads

@@ -1,10 +1,10 @@
-"""A small process beside a rank that others started: ends the rank when it is stopped.
+"""A small process beside a rank: ends the rank if the rank is stopped (SIGSTOP).
 
     python -I -S rank_watch.py 1234 7 9     (1234: the rank's process, 7: its life line,
                                              9: a pipe that closes when the rank ends)
 
-A stopped process cannot report it, and the engine's process may be on another machine. This
-file runs by itself, beside every rank, so it imports nothing large.
+A stopped process cannot report its state, and the engine's process may be on another machine. This
+file runs as a script beside every rank, so it imports nothing large.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_LOOKS = 2
 
 
 def process_state(pid: int) -> str:
-    """Return a process's state in the kernel's letters; empty if unknown."""
+    """Return a process's state letter from /proc/PID/stat; empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -33,8 +33,8 @@ def process_state(pid: int) -> str:
 
 
 def start_watch(life_line: int) -> None:
-    """Start a process that watches this one, and ends with this one."""
-    read_end, _ = os.pipe()  # the other end is open as long as this process
+    """Start a process that watches this process, and ends with it."""
+    read_end, _ = os.pipe()  # the other end of the pipe is open as long as this process lives
     command = [sys.executable, "-I", "-S", __file__]
     subprocess.Popen(
         [*command, str(os.getpid()), str(life_line), str(read_end)],
@@ -45,13 +45,13 @@ def start_watch(life_line: int) -> None:
 
 
 def watch(pid: int, life_line: int, its_end: int) -> None:
-    """Watch a process until it has ended, or was stopped."""
+    """Watch a process until it ends or is stopped; report a stop on its life line."""
     num_looks = 0
     while num_looks < _MOST_LOOKS:
         if select.select([its_end], [], [], _LOOK_EVERY_S)[0]:
             return
         num_looks = num_looks + 1 if process_state(pid) in STOPPED else 0
-    with contextlib.suppress(OSError):  # the reader may be gone
+    with contextlib.suppress(OSError):  # the life line's reader may be gone
         os.write(life_line, struct.pack("!i", len(WAS_STOPPED)) + WAS_STOPPED)
     os.kill(pid, signal.SIGKILL)
 

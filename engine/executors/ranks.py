@@ -1,11 +1,11 @@
-"""RanksExecutor: one rank in this process, and the others in processes that were started elsewhere.
+"""RanksExecutor: one rank in this process, the other ranks in processes started elsewhere.
 
     engine ── plan ──> rank 2 (here: the first of the last stage, which samples)
                   ├──> rank 0   a connection and a life line to each
                   └──> rank 1 ...
 
-All ranks end together: the others end with this process, and this executor fails when one of them
-is gone. Refuses to know: the meaning of plans, how ranks are started.
+All ranks end together: the other ranks end with this process, and this executor fails when another
+rank is gone. Refuses to know: the meaning of plans, how ranks are started.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class OtherRank(Protocol):
 
 
 class OtherRanks:
-    """All ranks but the leading one. When one rank is gone, the other ranks are ended.
+    """All ranks but the leader. When one of these ranks is gone, all are ended.
 
     Args:
         ranks: the ranks, in order.
-        clean: called when all have ended.
+        clean: called when all ranks have ended.
     """
 
     def __init__(self, ranks: Sequence[OtherRank], clean: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class OtherRanks:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.failure: EngineDeadError | None = None
-        self.on_end: Callable[[], None] | None = None  # makes this process's rank stop waiting
+        self.on_end: Callable[[], None] | None = None  # makes the leader's rank stop waiting
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _watch(self) -> None:
@@ -98,9 +98,10 @@ class OtherRanks:
             rank.messages.send_bytes(content)
 
     def answers(self, deadline: float) -> list[Any]:
-        """Return the next answer of each rank; raise what a rank raised, or TimeoutError.
+        """Return the next answer of each rank; raise the exception of a rank, or TimeoutError.
 
-        An AdapterError is raised once all ranks have answered, as all go on after this error.
+        An AdapterError is raised after all ranks have answered, as all ranks continue after this
+        error.
         """
         values, problem = list[Any](), None
         for rank in self.ranks:
@@ -114,13 +115,13 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
-        """End the other ranks if the block raises, as they would wait in vain."""
+        """End the other ranks if the block raises, as they would wait for this rank forever."""
         try:
             yield
         except (CollectiveError, OSError) as error:
             deadline = time.monotonic() + 3 * _LOOK_EVERY_S
             while self.failure is None and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY_S / 10)  # let `_watch` find the reason first
+                time.sleep(_LOOK_EVERY_S / 10)  # time for `_watch` to find the reason first
             self.fail(f"ranks cannot be reached: {error}")
             raise cast("EngineDeadError", self.failure) from error
         except BaseException as error:
@@ -196,7 +197,8 @@ class RanksExecutor:
             self._local = local = UniprocExecutor(model_folder, config, ranks)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
-            with contextlib.suppress(TimeoutError):  # wait for a rank's own error
+            # wait for the error of the rank that caused this one
+            with contextlib.suppress(TimeoutError):
                 others.answers(min(deadline, time.monotonic() + 1.0))
             others.end_all()
             raise others.failure or error from error
@@ -235,7 +237,7 @@ class RanksExecutor:
             if isinstance(problem, TimeoutError):
                 raise problem
             values = self._others.answers(deadline)
-        except TimeoutError as error:  # a late answer would be mistaken for the next call's
+        except TimeoutError as error:  # a late answer would be taken for the next call's answer
             self._others.fail(str(error))
             raise
         if problem is not None:
@@ -246,10 +248,10 @@ class RanksExecutor:
         self._local.check_adapter(files)
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        return 0  # ranks add up norms while they pack, which must not meet a step's sums
+        return 0  # packing uses collective sums, which must not mix with a step's sums
 
     def keep_cores(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: ranks lend no cores."""
+        """Do nothing: ranks lend no cores to other nodes."""
         return contextlib.nullcontext()
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
@@ -259,10 +261,10 @@ class RanksExecutor:
         return {rank.rank: rank.beside for rank in self._others.ranks}
 
     def rest(self) -> None:
-        """Do nothing: ranks lend no cores."""
+        """Do nothing: ranks lend no cores to other nodes."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Return False: ranks populate no memory ahead."""
+        """Return False, as ranks do not populate memory ahead."""
         return False
 
     def check_health(self) -> None:

@@ -1,6 +1,7 @@
 """RayExecutor: the other ranks are actors that a Ray cluster places.
 
-Ray starts and ends the actors; plans go over direct connections, as with other launchers.
+Ray starts and ends the actors; step plans are sent over direct connections, as with other
+launchers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RayExecutor(RanksExecutor):
         ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
-        self._meeting = meeting  # keeps the store alive, which other ranks use
+        self._meeting = meeting  # keeps the rendezvous store open, which other ranks use
         need = {"CPU": 1.0, "GPU": 1.0} if config.device.startswith("cuda") else {"CPU": 1.0}
         group = ray.util.placement_group([need] * len(ranks), strategy="PACK")
         actors: list[Any] = []
@@ -71,7 +72,7 @@ class RayExecutor(RanksExecutor):
                 tasks.append(actors[-1].serve.remote(meeting.invitation.encode(), rank))
 
             def check() -> None:
-                for task in ray.wait(tasks, timeout=0)[0]:  # no rank should have ended
+                for task in ray.wait(tasks, timeout=0)[0]:  # a rank ended although the engine runs
                     try:
                         ray.get(task)
                     except Exception as error:

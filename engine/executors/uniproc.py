@@ -25,7 +25,7 @@ from models.parallel.group import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class SubmittedStep:
-    """A step that is launched, or about to be."""
+    """A step that is launched, or waits to be launched."""
 
     launched: Callable[[], LaunchedStep]
     note_failure: Callable[[Exception], None]
@@ -52,7 +52,8 @@ class UniprocExecutor:
         self.runs_ahead = worker.runs_ahead
         self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
         if self.thread is not None:
-            self.thread.submit(int).result()  # start now, as threads may run out later
+            # started now, as the system may have no thread left later
+            self.thread.submit(int).result()
         self._failure: str | None = None
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
@@ -83,7 +84,7 @@ class UniprocExecutor:
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
         started, call = time.monotonic(), getattr(self.worker, method)
-        # Run calls after submitted steps, on their thread: a call may change what steps read.
+        # Run calls on the step thread, after submitted steps: a call may change what steps read.
         value = call(*args) if self.thread is None else self.thread.submit(call, *args).result()
         if timeout_s is not None and time.monotonic() - started >= timeout_s:
             self._failure = f"{method} took longer than {timeout_s} s"
@@ -96,7 +97,7 @@ class UniprocExecutor:
     def rest(self) -> None:
         if self.thread is None:
             self.worker.rest()
-        else:  # the computing thread borrowed the cores, so it returns them
+        else:  # the step thread borrowed other nodes' cores, so the step thread must return them
             self.thread.submit(self.worker.rest).result()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:

@@ -1,1 +1,1 @@
-"""Pixel values: image files are decoded in processes that may die, before requests are computed."""
+"""Pixel values: separate processes, which may crash, decode image files before requests run."""

@@ -1,4 +1,4 @@
-"""ImageInputs: has the image files of an engine's prompts decoded before requests are scheduled."""
+"""ImageInputs: has a prompt's image files decoded before its request is scheduled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class ImageInputs:
     """The images of one engine's prompts.
 
     Args:
-        layout: the model's rule for the tokens of an image; None: the model takes no images.
+        layout: the rule by which the model maps an image to tokens; None: the model takes no
+            images.
         pixels: makes pixel values; None: the model takes no images.
         most_tokens: most tokens of one image.
         most_in_a_step: most tokens of an image that one step must compute; None: steps may cut
@@ -51,7 +52,7 @@ class ImageInputs:
     def of_prompt(
         self, images: Sequence[PromptImage], token_ids: Sequence[int]
     ) -> PromptImages | None:
-        """Return the images of a future request, checked; None: the prompt has none.
+        """Check a future request's images and return them; None: the prompt has none.
 
         Raises InvalidRequestError.
         """
@@ -75,12 +76,12 @@ class ImageInputs:
             self._pixels.start()
 
     def submit(self, images: PromptImages) -> None:
-        """Have images decoded; `pass_on` lets their requests go on later."""
+        """Start decoding images; a later `pass_on` lets their requests continue."""
         assert self._pixels is not None, "`of_prompt` refuses images"
         self._pixels.submit(images)
 
     def pass_on(self, scheduler: Scheduler) -> None:
-        """Hand decoded images to the scheduler; decode again the images that it wants again."""
+        """Pass decoded images to the scheduler; decode images again that it needs again."""
         if self._pixels is None:
             return
         for images, error in self._pixels.take_ready():
@@ -90,17 +91,17 @@ class ImageInputs:
             self._pixels.submit(images)
 
     def wait(self) -> None:
-        """Wait until the images of some request may have been decoded."""
+        """Wait until some request's images may have been decoded."""
         if self._pixels is not None:
             self._pixels.wait()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on any thread, when images are decoded."""
+        """Set a function to call, on any thread, when images are decoded."""
         if self._pixels is not None:
             self._pixels.on_ready = wake
 
     def close(self) -> None:
-        """End the processes."""
+        """End the decoding processes."""
         if self._pixels is not None:
             self._pixels.close()
 

@@ -1,4 +1,4 @@
-"""The work of a media process: an image file becomes the pixel values that the model reads."""
+"""The work of a media process: turn an image file into the pixel values that the model reads."""
 
 from __future__ import annotations
 

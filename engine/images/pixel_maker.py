@@ -3,9 +3,9 @@
     image file --> media process (decodes, scales, cuts tiles) --> pixel values --> the request
                    may die; bounded time and memory                                 gets in line
 
-Prompts take their turns in order of arrival. Prompts with the same image share its pixel values.
-Few prompts have pixel values at a time, because these take many more bytes than the image's file.
-Refuses to know: queues of requests, steps, encoders.
+Prompts are processed in order of arrival. Prompts with an equal image share its pixel values. Few
+prompts have pixel values at a time, because pixel values take many more bytes than the image's
+file. Refuses to know: queues of requests, steps, encoders.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from engine.images.media_work import read_answer
 
 logger = logging.getLogger(__name__)
 
-# A photograph of 50 megapixels takes some seconds. Decoding it and changing the numbers' type need
-# several copies of the image in memory.
+# Limits of time and memory per image. A photograph of 50 megapixels takes some seconds; decoding
+# and type conversion need several copies of the image in memory.
 LIMITS = WorkLimits(cpu_s=20.0, wall_s=60.0, memory_bytes=3 * 2**30)
-# No more prompts begin while the pixel values of open prompts take this much memory, those that are
-# being made included.
+# No further prompt begins while the pixel values of open prompts, including those being made, take
+# this many bytes.
 MAX_OPEN_BYTES = 2**30
-# Pixel values that are kept for later prompts with the same image.
+# Most bytes of pixel values kept for later prompts with an equal image.
 MAX_KEPT_BYTES = 256 * 2**20
 PROCESSOR = "models.vision.preprocess:Preprocessor"
 _WORK = "engine.images.media_work:make_work"
@@ -42,7 +42,7 @@ Outcome = ImagePixels | BatonError
 class PixelMaker:
     """Makes pixel values with a checkpoint's image processor.
 
-    All methods are for one thread, the engine's; media processes do the work.
+    Only the engine's thread calls the methods; media processes do the work.
 
     Args:
         model_folder: the checkpoint's folder.
@@ -61,11 +61,12 @@ class PixelMaker:
         self._workers = WorkerProcesses(_WORK, options, limits)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[PromptImages] = deque()
-        self._making: dict[bytes, list[PromptImages]] = {}  # prompts that wait, by digest
+        self._making: dict[bytes, list[PromptImages]] = {}  # waiting prompts, by digest
         self._num_tokens: dict[bytes, int] = {}  # of the images in `_making`
-        self._bytes_per_token = 0.0  # most bytes of pixel values so far; 0: no image was made yet
+        # most bytes of pixel values per token of an image so far; 0: no image was made yet
+        self._bytes_per_token = 0.0
         self._gathered: dict[PromptImages, dict[bytes, ImagePixels]] = {}
-        self._results: deque[tuple[bytes, Outcome]] = deque()  # written by the loop's thread
+        self._results: deque[tuple[bytes, Outcome]] = deque()  # written by the event loop's thread
         self._has_answered = threading.Event()
         self._ready: deque[tuple[PromptImages, BatonError | None]] = deque()
         self._alive: weakref.WeakValueDictionary[bytes, ImagePixels] = weakref.WeakValueDictionary()
@@ -81,12 +82,12 @@ class PixelMaker:
         asyncio.run_coroutine_threadsafe(self._start_workers(), self._start_loop()).result()
 
     def submit(self, images: PromptImages) -> None:
-        """Make the pixel values of a prompt; `take_ready` returns the prompt later."""
+        """Start making a prompt's pixel values; a later `take_ready` returns the prompt."""
         self._waiting.append(images)
         self._begin_more()
 
     def take_ready(self) -> list[tuple[PromptImages, BatonError | None]]:
-        """Return the prompts that have pixel values since the last call, or an error."""
+        """Return the prompts completed since the last call: with pixel values, or with an error."""
         while self._results:
             self._share(*self._results.popleft())
         if self._waiting:
@@ -101,7 +102,7 @@ class PixelMaker:
         return bool(self._waiting or self._gathered or self._ready)
 
     def wait(self) -> None:
-        """Wait until a media process has answered, if any is at work."""
+        """Wait until a media process has finished an image, if any is being made."""
         if self._making and not self._results:
             self._has_answered.wait()
         self._has_answered.clear()
@@ -113,10 +114,10 @@ class PixelMaker:
     # ------------------------------------------------------------------ on the engine's thread
 
     def _begin_more(self) -> None:
-        """Start processing the images of waiting prompts, as long as memory is left."""
+        """Start processing the images of waiting prompts, as long as the memory limit allows."""
         while self._waiting and self._has_memory():
             images = self._waiting.popleft()
-            if not images.users:  # all its requests have ended
+            if not images.users:  # all requests of the prompt have ended
                 continue
             self._gathered[images] = {}
             num_tokens = {span.digest: span.num_tokens for span in images.spans}
@@ -141,9 +142,9 @@ class PixelMaker:
         asyncio.run_coroutine_threadsafe(self._make(digest, file), loop)
 
     def _has_memory(self) -> bool:
-        """Return whether another prompt may begin."""
+        """Return whether the memory limit allows another prompt to begin."""
         if self._making and not self._bytes_per_token:
-            return False  # the first image shows how large the others will be
+            return False  # the first image shows how many bytes pixel values take
         expected = sum(self._num_tokens.values()) * self._bytes_per_token
         return self._open_bytes() + expected < MAX_OPEN_BYTES
 
@@ -153,7 +154,7 @@ class PixelMaker:
         )
 
     def _share(self, digest: bytes, outcome: Outcome) -> None:
-        """Give an image's pixel values to all prompts that wait for them."""
+        """Pass an image's pixel values, or an error, to all prompts that wait for the image."""
         prompts, num_tokens = self._making.pop(digest), self._num_tokens.pop(digest)
         if isinstance(outcome, ImagePixels):
             size = outcome.num_bytes / num_tokens
@@ -162,7 +163,7 @@ class PixelMaker:
             self._keep(digest, outcome)
         for images in prompts:
             gathered = self._gathered.get(images)
-            if gathered is None:  # another of its images has failed
+            if gathered is None:  # another image of the prompt has failed
                 continue
             if isinstance(outcome, BatonError):
                 del self._gathered[images]
@@ -177,7 +178,7 @@ class PixelMaker:
             self._ready.append((images, None))
 
     def _keep(self, digest: bytes, pixels: ImagePixels) -> None:
-        """Keep pixel values for later prompts, and drop those used longest ago."""
+        """Keep pixel values for later prompts; evict those used longest ago."""
         self._kept[digest] = pixels
         self._kept.move_to_end(digest)
         num_bytes = sum(one.num_bytes for one in self._kept.values())
@@ -202,7 +203,7 @@ class PixelMaker:
             outcome = error
         except (OSError, RuntimeError) as error:
             outcome = OverloadedError(f"images: {error}")
-        except Exception:  # otherwise the image's prompts would wait for ever
+        except Exception:  # otherwise prompts with this image would wait forever
             logger.exception("the pixel values of an image cannot be made")
             outcome = OverloadedError("images: a file could not be decoded here; try again")
         self._results.append((digest, outcome))
@@ -210,7 +211,7 @@ class PixelMaker:
         self.on_ready()
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
-        """Start the event loop's thread unless it runs; it ends with this object."""
+        """Start the event loop's thread unless it runs; the thread ends with this object."""
         if self._loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="pixels", daemon=True)
@@ -221,7 +222,7 @@ class PixelMaker:
 
 
 def error_of(images: PromptImages, digest: bytes, error: BatonError) -> BatonError:
-    """Return a copy of an error that names the image's place in this prompt."""
+    """Return a copy of an error, with the image's index in this prompt."""
     if not isinstance(error, InvalidRequestError):
         return error
     index = next(i for i, span in enumerate(images.spans) if span.digest == digest)

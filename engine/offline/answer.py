@@ -1,6 +1,6 @@
-"""Answer: the output of one offline request so far.
+"""Answer: collects the output of one offline request.
 
-Refuses to know: engines. The caller must end the request in its engine when the answer has ended.
+When the answer has ended, the caller must end the request in its engine. Refuses to know: engines.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.core.request import Request
 
 
 class Answer:
-    """Collects the outputs of one request.
+    """The output of one request so far.
 
     Args:
         choice_index: index of the request among its prompt's outputs.
-        streams: whether the text is read piece by piece. If not, and no stop string can
-            end the output, the text is decoded at the end, which is cheaper.
-        weights: version of the weights that compute the request.
+        streams: whether the caller reads the text piece by piece. If False, and there are no stop
+            strings, the text is decoded once at the end, which is cheaper.
+        weights: version (digest) of the weights that compute the request.
 
     Attributes:
         ended: whether the engine or a stop string has ended the answer.
@@ -102,7 +102,7 @@ class Answer:
         """End the answer with the tokens so far.
 
         Args:
-            error: why the engine cannot continue; None: the caller does not want the answer.
+            error: why the engine cannot continue; None: the caller cancelled the request.
         """
         self.error = error
         index = len(self._token_ids)
@@ -132,7 +132,7 @@ class Answer:
         )
 
     def _metrics(self) -> RequestMetrics | None:
-        """Return the request's metrics; None without a token."""
+        """Return the request's metrics; None if no token was sampled."""
         request = self.request
         if self._first_at is None or request.started_at is None:
             return None

@@ -57,19 +57,19 @@ U = TypeVar("U")
 
 ENGINE_THREAD = "engine"
 _POLL_S = 0.005
-# Threads that wait for pooled requests. The event loop's own threads stay free: during a sleep
-# all of these threads may wait, and the call that ends the sleep needs a thread, too.
+# Most threads that wait for pooled requests. The event loop's default threads stay free: during a
+# sleep, all threads of this pool may wait, and the call that ends the sleep needs a thread, too.
 _POOL_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """Results of a step for one call.
+    """One step's results for one call.
 
     Attributes:
         pieces: new pieces, if the call streams.
         is_last: whether all answers of the call have ended.
-        error: why the call cannot go on.
+        error: why the call cannot continue.
     """
 
     pieces: Sequence[TextDelta] = ()
@@ -78,7 +78,7 @@ class _News:
 
 
 class _Call:
-    """One prompt's outputs, on their way from the engine's thread to a task on this loop.
+    """One prompt's outputs, passed from the engine's thread to a task on an event loop.
 
     Args:
         requests: one per wanted output.
@@ -86,8 +86,8 @@ class _Call:
 
     Attributes:
         loop: the task's loop.
-        is_read: whether the task has read the last news.
-        answers: the outputs so far; changed by the engine's thread until the last news.
+        is_read: whether the task has read the latest `_News`.
+        answers: the outputs so far; changed only by the engine's thread until they have ended.
     """
 
     def __init__(self, requests: list[Request], *, streams: bool) -> None:
@@ -98,18 +98,18 @@ class _Call:
         self._news: asyncio.Queue[_News] = asyncio.Queue()
 
     def take_news(self) -> _News | None:
-        """Return the results since the last call; None: there are none. For the engine's thread."""
+        """Return the results since the last call, or None; called on the engine's thread."""
         pieces = [piece for answer in self.answers for piece in answer.take_unread()]
         is_last = all(answer.ended for answer in self.answers)
         error = next((answer.error for answer in self.answers if answer.error is not None), None)
         return _News(pieces, is_last, error) if pieces or is_last or error else None
 
     def put(self, news: _News) -> None:
-        """Give news to the task; call on the task's loop."""
+        """Pass results to the task; call on the task's event loop."""
         self._news.put_nowait(news)
 
     async def read(self) -> AsyncIterator[TextDelta]:
-        """Yield the pieces until the last answer has ended; raises the error of an answer."""
+        """Yield pieces until all answers have ended; raise an answer's error."""
         while not self.is_read:
             news = await self._news.get()
             self.is_read = news.is_last or news.error is not None
@@ -120,7 +120,7 @@ class _Call:
 
 
 class _Held(NamedTuple):
-    """Calls that wait until a change of the engine ends, and the names of their adapters."""
+    """Calls held while the engine is being changed, with the names of their adapters."""
 
     calls: Sequence[_Call]
     adapters: set[str]
@@ -128,12 +128,12 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class _PoolTask:
-    """A task that pools, in one round of requests or several.
+    """A task that runs pooled requests, in one or more rounds.
 
     Attributes:
-        has_begun: whether a round has begun. A change of the engine waits for all later rounds, so
-            that one version of the weights computes all numbers.
-        why_left: why no more rounds begin; None: they do.
+        has_begun: whether a round has begun. A change of the engine then waits for the later
+            rounds, so that one version of the weights computes all results.
+        why_left: why no further round may begin; None: it may.
     """
 
     has_begun: bool = False
@@ -142,12 +142,12 @@ class _PoolTask:
 
 @dataclass(eq=False)
 class _Pool:
-    """Requests for pooled numbers (embeddings, scores or labels) that one thread waits for.
+    """One round of pooled requests (embeddings, scores or labels) that one thread waits for.
 
     Attributes:
-        task: the task that needs their numbers.
+        task: the task that needs the results.
         done: set once all answers have ended, or once ``error`` is set.
-        error: why there are no numbers.
+        error: why there are no results.
     """
 
     task: _PoolTask
@@ -159,7 +159,8 @@ class _Pool:
 class AsyncLLM:
     """Completes prompts for asyncio: the tasks of one or several event loops share one engine.
 
-    Loading blocks, as with `LLM`: make it before the loop starts, or with ``asyncio.to_thread``.
+    Loading blocks, as with `LLM`: create the object before the event loop starts, or with
+    ``asyncio.to_thread``.
 
     Args:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
@@ -185,12 +186,12 @@ class AsyncLLM:
         self._open: set[_Call] = set()  # changed by the engine's thread
         self._pools: list[_Pool] = []  # also changed by the engine's thread
         self._held_pools: list[_Pool] = []
-        self._pool_tasks: set[_PoolTask] = set()  # that have begun
+        self._pool_tasks: set[_PoolTask] = set()  # calls that have begun
         self._death = ""
-        # During a change of the engine, and during sleep, new calls are held.
+        # New calls are held while the engine is changed, and while it sleeps.
         self._held: list[_Held] = []
         self._holds = False
-        self._current: object | None = None  # the change in progress
+        self._current: object | None = None  # the change in progress, if any
         engine = self.engine
         setup = self._llm.pooling_setup
         self._pooling = OfflinePooling(
@@ -210,7 +211,7 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Return the checkpoint's tokenizer; None if it has none."""
+        """Return the checkpoint's tokenizer; None if the checkpoint has none."""
         return self._llm.tokenizer
 
     async def generate(
@@ -221,7 +222,7 @@ class AsyncLLM:
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
-        """Complete each prompt; arguments and results are those of `LLM.generate`.
+        """Complete each prompt; see `LLM.generate` for arguments and results.
 
         Cancelling the task aborts its requests.
 
@@ -256,7 +257,8 @@ class AsyncLLM:
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
-        """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
+        """Answer each conversation, using the checkpoint's chat template; otherwise like
+        `generate`.
 
         Args:
             conversations: lists of messages with a ``role`` and a ``content``; one or many.
@@ -272,10 +274,11 @@ class AsyncLLM:
         adapter: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Complete one prompt, piece by piece; raises as `generate`, on the first iteration.
+        """Complete one prompt, piece by piece.
 
-        The pieces of several outputs (``SamplingParams.n``) are interleaved. Cancelling the task
-        or closing the iterator (``aclose``) aborts the request.
+        Raises the errors of `generate`, on the first iteration. The pieces of several outputs
+        (``SamplingParams.n``) are interleaved. Cancelling the task or closing the iterator
+        (``aclose``) aborts the request.
         """
         params = sampling_params or SamplingParams()
         call = self._make_call(prompt, params, adapter, priority, streams=True)
@@ -308,14 +311,14 @@ class AsyncLLM:
         instruction: str = "",
         adapter: str = "",
     ) -> list[Score]:
-        """Return how well documents fit queries; see `LLM.score`."""
+        """Return the relevance of documents to queries; see `LLM.score`."""
         score = functools.partial(OfflinePooling.score, instruction=instruction)
         return await self._pool(score, pairs_of(queries, documents), adapter)
 
     async def classify(
         self, inputs: Prompt | Sequence[Prompt], *, adapter: str = ""
     ) -> list[Classification]:
-        """Return the most probable label of each input; see `LLM.classify`."""
+        """Return the most probable label of each input, with probabilities; see `LLM.classify`."""
         return await self._pool(OfflinePooling.classify, without_images(inputs), adapter)
 
     async def abort(self, request_id: str) -> None:
@@ -341,7 +344,7 @@ class AsyncLLM:
         return await self._thread.ask(load)
 
     async def unload_adapter(self, name: str) -> None:
-        """Take no more requests for an adapter; see `LLM.unload_adapter`."""
+        """Refuse new requests for an adapter; see `LLM.unload_adapter`."""
         await self._thread.ask(functools.partial(self._llm.unload_adapter, name))
 
     @property
@@ -350,18 +353,18 @@ class AsyncLLM:
         return self._llm.weights
 
     async def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
-        """Compute with other weights of the same model from now on; return their version.
+        """Replace the weights by others of the same model; return the new weights' version.
 
-        Requests go on with the old weights while the new ones are loaded and checked. Requests that
-        come from then on wait, and begin with the new weights. See `LLM.update_weights`.
+        Requests continue with the old weights while the new weights are loaded and checked. After
+        that, new requests wait and begin with the new weights. See `LLM.update_weights`.
 
         Args:
             source: as for `LLM.update_weights`.
-            when: what becomes of open requests once the new weights are loaded. ``drain``: they run
-                to their ends with the old weights. ``abort``: they end with the tokens so far.
+            when: what happens to open requests once the new weights are loaded. ``drain``: they
+                finish with the old weights. ``abort``: they end with the tokens so far.
 
         Raises:
-            InvalidRequestError: the weights cannot be used, or another change is going on.
+            InvalidRequestError: the weights cannot be used, or another change is in progress.
         """
         how, weights = read_choice(WhenOpen, "when", when), self._llm.served_weights
         new = await asyncio.to_thread(open_source, source, weights.folder)
@@ -373,7 +376,7 @@ class AsyncLLM:
             raise
 
     async def pause(self) -> None:
-        """Compute nothing until `resume`: open requests stand still, and new ones wait."""
+        """Compute nothing until `resume`: open requests are suspended, and new requests wait."""
         await self._thread.ask(self._llm.pause)
 
     async def resume(self) -> None:
@@ -381,12 +384,12 @@ class AsyncLLM:
         await self._thread.ask(self._llm.resume)
 
     async def sleep(self, level: str = "host", *, when: str = "drain") -> None:
-        """Free memory until `wake`; requests that come meanwhile wait. See `LLM.sleep`."""
+        """Free memory until `wake`; new requests wait meanwhile. See `LLM.sleep`."""
         kind, how = read_choice(SleepLevel, "level", level), read_choice(WhenOpen, "when", when)
         await self._change(how, functools.partial(self._llm.served_weights.sleep, kind))
 
     async def wake(self) -> None:
-        """End a sleep, with the same weights; see `LLM.wake`."""
+        """End a sleep, with unchanged weights; see `LLM.wake`."""
         weights, how = self._llm.served_weights, WhenOpen.DRAIN
         if weights.keeps_weights:
             await self._change(how, weights.wake)
@@ -423,7 +426,7 @@ class AsyncLLM:
         inputs: list[U],
         adapter: str,
     ) -> list[T]:
-        """Run pooled requests; a thread waits for the engine, so that other tasks go on."""
+        """Run pooled requests; a thread waits for the engine, so that other tasks can run."""
         find_digest = functools.partial(self._llm.adapter_digest, adapter)
         digest = await self._thread.ask(find_digest)
         task, loop = _PoolTask(), asyncio.get_running_loop()
@@ -454,7 +457,7 @@ class AsyncLLM:
         """Submit calls to the engine between two steps.
 
         Raises:
-            AdapterError: an adapter's files have changed since they were read first.
+            AdapterError: an adapter's files have changed since they were first read.
             OverloadedError: there are too few slots for the adapters.
             EngineDeadError: the engine cannot continue, or was closed.
         """
@@ -470,7 +473,7 @@ class AsyncLLM:
         await self._thread.ask(begin)
 
     def _leave(self, calls: Iterable[_Call]) -> None:
-        """Abort the open requests of calls whose task has stopped reading."""
+        """Abort the open requests of calls whose task no longer reads them."""
         left = [call for call in calls if not call.is_read]
         if not left:
             return
@@ -490,7 +493,7 @@ class AsyncLLM:
 
         Args:
             apply: makes the change, on the engine's thread.
-            begin: begins to load weights; open requests go on until these are ready.
+            begin: begins to load weights; open requests continue until the weights are ready.
 
         Raises InvalidRequestError if another change is going on, or what ``apply`` raises.
         """
@@ -507,18 +510,18 @@ class AsyncLLM:
             self._thread.call(functools.partial(self._end_change, change))
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition is true on the engine's thread."""
+        """Wait until a condition holds on the engine's thread."""
         while not await self._thread.ask(condition):  # noqa: ASYNC110  # true between two steps
             await asyncio.sleep(_POLL_S)
 
     # ------------------------------------------------------------------ on the engine's thread
 
     def _step(self) -> bool:
-        """Run a step if there is anything to compute; return whether to step again at once."""
+        """Run a step if there is anything to compute; return whether to call this again at once."""
         engine = self.engine
         if self._is_idle() or (self._llm.is_paused and engine.requests):
             return False
-        self._llm._step(waits=False)  # the thread wakes when images are decoded
+        self._llm._step(waits=False)  # the thread is woken when images are decoded
         self._tell()
         return engine.has_work or engine.step_in_flight
 
@@ -532,7 +535,7 @@ class AsyncLLM:
             self._open.add(call)
 
     def _begin_pool(self, pool: _Pool) -> None:
-        """Submit pooled requests, or hold them until the change in progress has ended."""
+        """Submit pooled requests, or hold them while a change is in progress."""
         task = pool.task
         if task.why_left is not None:
             self._end_pool(pool, task.why_left)
@@ -544,18 +547,18 @@ class AsyncLLM:
             self._pools.append(pool)
             try:
                 self._llm.begin_pooled(pool.answers)
-            except BatonError as error:  # raised here, it would end the engine
+            except BatonError as error:  # an exception raised here would end the engine
                 self._end_pool(pool, error)
 
     def _leave_pools(self, task: _PoolTask, why: BatonError) -> None:
-        """Forget a task that has ended, and abort what is open of its pooled requests."""
+        """Forget an ended task, and abort its open pooled requests."""
         task.why_left = why
         self._pool_tasks.discard(task)
         for pool in [one for one in (*self._pools, *self._held_pools) if one.task is task]:
             self._end_pool(pool, why)
 
     def _end_pool(self, pool: _Pool, error: BatonError) -> None:
-        """Abort pooled requests, and raise an error on the thread that waits for them."""
+        """Abort pooled requests, and raise an error in the thread that waits for them."""
         for pools in (self._pools, self._held_pools):
             if pool in pools:
                 pools.remove(pool)
@@ -565,29 +568,29 @@ class AsyncLLM:
         pool.done.set()
 
     def _start_change(self, change: object, how: WhenOpen) -> None:
-        """Note that the engine is changing; raises InvalidRequestError if it cannot now."""
+        """Mark the engine as changing; raises InvalidRequestError if it cannot be changed now."""
         if self._current is not None:
             raise InvalidRequestError("engine", "is changing already; wait for the other change")
         self._llm.check_drains(how)
         self._current = change
 
     def _hold(self, how: WhenOpen) -> None:
-        """Let new calls wait; with ``ABORT``, end the open ones."""
+        """Hold new calls; with ``ABORT``, end the open calls."""
         self._holds = True
         if how is WhenOpen.ABORT:
             for call in self._open:
                 for request in call.requests:
                     self._llm.abort_answer(request.request_id)
-            for task in list(self._pool_tasks):  # there is no part of a pooled answer to return
+            for task in list(self._pool_tasks):  # pooled requests have no partial result to return
                 self._leave_pools(task, RequestCancelledError("a change of the engine aborts it"))
             self._tell()
 
     def _end_change(self, change: object) -> None:
-        """End a change: drop loaded weights that are not in use, and begin the calls that waited.
+        """End a change: drop loaded but unused weights, and begin the held calls.
 
-        While the engine is asleep, the calls go on waiting.
+        While the engine is asleep, calls stay held.
         """
-        if self._current is not change:  # the change was refused or cancelled before it started
+        if self._current is not change:  # the change was refused, or cancelled before it started
             return
         weights = self._llm.served_weights
         weights.drop()
@@ -604,11 +607,11 @@ class AsyncLLM:
                 self._begin_now(one.calls, one.adapters)
             except BatonError as error:
                 for call in one.calls:
-                    self._abort(call)  # calls before the failing one have begun
+                    self._abort(call)  # calls before the failed call have begun
                     _send(call, _News(error=error))
 
     def _tell(self) -> None:
-        """Send each task its results, in one message per loop; wake threads of pooled requests."""
+        """Send tasks their results, in one message per event loop; wake waiting threads."""
         for pool in [one for one in self._pools if all(answer.ended for answer in one.answers)]:
             self._pools.remove(pool)
             pool.done.set()
@@ -618,11 +621,12 @@ class AsyncLLM:
             if news is not None:
                 by_loop[call.loop].append((call, news))
                 if news.is_last or news.error:
-                    self._abort(call)  # after an error, other outputs of the prompt may be open
+                    # after an error, other outputs of this prompt may still be open
+                    self._abort(call)
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_hand_out, items)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the event loop is closed, so no task waits
                 for call, _ in items:
                     self._abort(call)
 
@@ -636,7 +640,7 @@ class AsyncLLM:
         self._end_calls(f"the engine has failed: {error}")
 
     def _end_calls(self, why: str) -> None:
-        """Fail all open calls, and later ones."""
+        """Fail all open calls and all later calls."""
         self._death = self._death or why
         held = [call for one in self._held for call in one.calls]
         for call in [*self._open, *held]:
@@ -656,7 +660,7 @@ class AsyncLLM:
 
 
 def _send(call: _Call, news: _News) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    with contextlib.suppress(RuntimeError):  # the event loop is closed, so no task waits
         call.loop.call_soon_threadsafe(call.put, news)
 
 

@@ -1,4 +1,4 @@
-"""Images in prompts of `LLM`: Pillow's images, arrays and files, and their places in prompts."""
+"""Images in prompts of `LLM`: accepts Pillow images, arrays and files, and finds their markers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.api.images import ImageLayout, PromptImage
 from baton.media.expand import SizedFile, expand_images
 from baton.media.image_header import read_header
 
-# Modes of Pillow that PNG stores.
+# Pillow modes that PNG can store.
 _STORED = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _DATA_URL = "data:"
 
@@ -22,7 +22,7 @@ class ImagePrompt(TypedDict):
     """A prompt with images.
 
     Attributes:
-        prompt: a text or token ids, with the model's marker where each image belongs.
+        prompt: a text or token ids, with the model's image marker at each image's place.
         images: the images in order. Each is a Pillow image, an array ``[height, width, 3]`` of
             uint8, the bytes of a file, or a data URL.
     """
@@ -34,11 +34,11 @@ class ImagePrompt(TypedDict):
 def with_images(
     token_ids: list[int], images: Sequence[Any], layout: ImageLayout | None
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Replace the markers in a prompt by the tokens of its images.
+    """Replace the image markers in a prompt by the tokens of its images.
 
     Args:
         images: see `ImagePrompt`.
-        layout: the model's rule for the tokens of images; None: the model takes none.
+        layout: the rule that maps an image to tokens; None: the model takes no images.
 
     Raises InvalidRequestError.
     """
@@ -51,7 +51,7 @@ def with_images(
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return a conversation with image parts as chat templates expect them, and the images.
+    """Return messages with image parts as chat templates expect them, and the images.
 
     A part with an image is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a
     data URL.
@@ -74,7 +74,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
 
 
 def _image_of(part: Mapping[str, Any]) -> Any:
-    """Return the image of a part of a message, or None."""
+    """Return the image of a message part, or None."""
     match part:
         case {"type": "image", "image": image}:
             return image
@@ -110,7 +110,7 @@ def _sized_file(image: Any, field: str) -> SizedFile:
 
 def _png(image: Any, field: str) -> bytes:
     """Return a Pillow image, or an array, as the bytes of a PNG file, which loses no pixel."""
-    from PIL import Image  # late, because it takes a while to import
+    from PIL import Image  # imported late, because the import is slow
 
     if not isinstance(image, Image.Image):
         try:

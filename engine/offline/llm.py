@@ -1,4 +1,6 @@
-"""LLM: the engine in one process, without a network. The split system must give the same tokens.
+"""LLM: the engine in one process, without a network.
+
+Prefill and decode nodes must together give the same tokens as this class.
 
 from baton import LLM
 LLM("examples/demo_model").generate(["def read_config(path):"])
@@ -72,7 +74,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _NamedAdapter:
-    """The adapter that users know by one name."""
+    """The adapter registered under one name."""
 
     digest: AdapterDigest
     folder: Path
@@ -86,8 +88,8 @@ class LLM:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         adapters: LoRA adapters to load, by name; see `load_adapter`.
-        pooling: what `embed`, `score` and `classify` compute: auto (as the checkpoint's files say),
-            none, last, mean, cls or rerank.
+        pooling: pooling method of `embed`, `score` and `classify`: auto (as the checkpoint's files
+            say), none, last, mean, cls or rerank.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
@@ -111,7 +113,8 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Offline, only throughput matters, so prompts are not cut into chunks to speed up decodes.
+        # Offline, only throughput matters, so prompts are not chunked for the sake of decode
+        # latency.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         if not isinstance(adapters, Mapping):
             problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
@@ -128,9 +131,9 @@ class LLM:
         except BaseException:
             self.engine.close()
             raise
-        # Requests in progress, by request id.
+        # Open requests' answers, by request id.
         self._answers: dict[str, Answer | PooledAnswer] = {}
-        self._numbers = itertools.count(1)  # numbers of prompts, for request ids
+        self._numbers = itertools.count(1)  # counter of prompts, for request ids
         self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._dead = False
 
@@ -188,7 +191,8 @@ class LLM:
         priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
-        """Answer each conversation, by the checkpoint's chat template; otherwise like `generate`.
+        """Answer each conversation, using the checkpoint's chat template; otherwise like
+        `generate`.
 
         Args:
             conversations: lists of messages with a ``role`` and a ``content``; one or many. A
@@ -200,7 +204,7 @@ class LLM:
         )
 
     def encode_chats(self, conversations: Conversation | Sequence[Conversation]) -> list[Prompt]:
-        """Return the prompt of each conversation, by the checkpoint's chat template.
+        """Return the prompt of each conversation, made by the checkpoint's chat template.
 
         Raises InvalidRequestError if the checkpoint has no tokenizer.
         """
@@ -229,9 +233,10 @@ class LLM:
 
         Args:
             inputs: texts or lists of token ids; one or many.
-            prompt_name: which of the checkpoint's prompts to put before each text, such as
-                ``query``; None: its default prompt; empty: none.
-            dimensions: numbers to keep of each embedding, which is then normalized again.
+            prompt_name: name of the checkpoint's prompt to put before each text, such as ``query``;
+                None: the default prompt; empty: no prompt.
+            dimensions: size to truncate each embedding to; truncated embeddings are normalized
+                again.
             adapter: name of a loaded adapter.
 
         Raises:
@@ -250,13 +255,13 @@ class LLM:
         instruction: str = "",
         adapter: str = "",
     ) -> list[Score]:
-        """Return how well documents fit queries: one query for all documents, or one for each.
+        """Return the relevance of documents to queries: one query for all documents, or one each.
 
-        A reranker or a classification head with one label judges pairs; with a model that makes
-        embeddings, a score is the cosine of two.
+        A reranker, or a classification head with one label, judges pairs. For an embedding model, a
+        score is the cosine of two embeddings.
 
         Args:
-            instruction: for rerankers, the task in words; empty: the checkpoint's default.
+            instruction: for rerankers, the task description; empty: the checkpoint's default.
 
         Raises:
             InvalidRequestError: the model makes no scores, or a text is outside its limit.
@@ -281,15 +286,18 @@ class LLM:
         return self._pooling.setup
 
     def adapter_digest(self, name: str) -> AdapterDigest:
-        """Return the digest of an adapter by name; an empty name means the base model."""
+        """Return the digest of an adapter by name.
+
+        An empty name means the base model, whose digest is empty.
+        """
         return self._named(name).digest if name else NO_ADAPTER
 
     def begin_pooled(self, answers: Sequence[PooledAnswer]) -> None:
         """Submit pooled requests of one adapter to the engine, and load the adapter if needed.
 
         Raises:
-            AdapterError: the adapter's files have changed since they were read first.
-            AdapterMissingError: no name stands for the adapter any more.
+            AdapterError: the adapter's files have changed since they were first read.
+            AdapterMissingError: no name refers to the adapter any more.
             OverloadedError: there is no slot for the adapter.
         """
         digests = {answer.request.adapter for answer in answers}
@@ -299,7 +307,7 @@ class LLM:
             self._answers[answer.request.request_id] = answer
 
     def _run_pooled(self, answers: Sequence[PooledAnswer]) -> None:
-        """Run pooled requests to their ends."""
+        """Run pooled requests until all have ended."""
         self._check_awake()
         self.begin_pooled(answers)
         while not all(answer.ended for answer in answers):
@@ -318,8 +326,8 @@ class LLM:
         """Return each prompt's ``beam_width`` best outputs, best first; see `BeamSearchParams`.
 
         The tokens equal those of `transformers`' ``generate(num_beams=beam_width,
-        do_sample=False)``. Each step finds its prefixes in the prefix cache; without one,
-        each step computes its prefixes from the beginning, with the same result.
+        do_sample=False)``. Each step reuses the beams' KV from the prefix cache; without a prefix
+        cache, each step recomputes the beams, with the same result.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
@@ -354,16 +362,16 @@ class LLM:
         )
 
     def load_adapter(self, name: str, source: str | Path, *, pinned: bool = False) -> AdapterDigest:
-        """Load a LoRA adapter, or replace the one of this name; return its digest.
+        """Load a LoRA adapter, or replace the adapter of this name; return the digest.
 
-        Requests in progress end with the adapter that they began with. If all slots
-        (``max_adapters``) are taken, the adapter that was used longest ago is unloaded.
+        Open requests keep the adapter that they began with. If all slots (``max_adapters``) are
+        taken, the least recently used adapter is unloaded.
 
         Args:
             name: name for `generate`, 1 to 256 printable characters.
             source: a folder in PEFT's layout, a GGUF file, an installed package with an adapter, or
                 a hub id.
-            pinned: whether the adapter keeps its slot when others need one.
+            pinned: whether the adapter is never unloaded to free a slot.
 
         Raises:
             AdapterError: there is no adapter, its files are wrong, or do not fit the model.
@@ -394,9 +402,9 @@ class LLM:
         self._let_adapter_leave(digest)
 
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
-        """Unload an adapter unless some name still refers to it."""
+        """Unload an adapter unless another name still refers to it."""
         is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self.engine.adapters.digests:  # else it is unloaded already
+        if not is_named and digest in self.engine.adapters.digests:  # already unloaded otherwise
             self.engine.adapters.unload(digest)
 
     def _named(self, name: str) -> _NamedAdapter:
@@ -408,12 +416,12 @@ class LLM:
         return found
 
     def _load_named(self, names: set[str]) -> None:
-        """Load again the named adapters that were unloaded for others; empty: the base model.
+        """Reload the named adapters whose slots went to others; an empty name means the base model.
 
         Raises:
             InvalidRequestError: no adapter has one of the names.
-            AdapterError: the files have changed since they were read first.
-            OverloadedError: there are fewer slots than these names and open requests need.
+            AdapterError: the files have changed since they were first read.
+            OverloadedError: there are too few slots for these adapters and those of open requests.
         """
         wanted = [self._named(name) for name in sorted(names) if name]
         digests = {one.digest for one in wanted}
@@ -452,13 +460,13 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # pieces that came while another stream was read
+            for answer in answers:  # pieces that were made while another stream was read
                 yield from answer.take_unread()
         finally:
             for request in requests:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
-                self._step()  # leave no step in flight
+                self._step()  # end the step in flight
 
     @property
     def weights(self) -> str:
@@ -466,22 +474,22 @@ class LLM:
         return self.served_weights.digest
 
     def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
-        """Compute with other weights of the same model from now on; return their version.
+        """Replace the weights by others of the same model; return the new weights' version.
 
-        Gives the same tokens as a new `LLM` of these weights. First, all names, shapes and dtypes
-        are checked, and that all numbers are finite; if anything is wrong, nothing changes. The
-        prefix cache is emptied, and adapters are read again when they are needed. For a moment,
-        memory holds both weights.
+        Afterwards, tokens are the same as from a new `LLM` with these weights. Before anything
+        changes, all names, shapes and dtypes are checked, and all numbers must be finite. The
+        prefix cache is emptied, and adapters are read again when needed. During the change, memory
+        holds old and new weights.
 
         Args:
             source: a model folder, a folder or a file of safetensors, a GGUF file, a hub id, or
                 all tensors of the checkpoint with their names, on any device.
-            when: what becomes of open streams. ``drain``: they run to their ends with the old
-                weights, and their pieces wait to be read. ``abort``: they end with the tokens so
-                far.
+            when: what happens to open streams. ``drain``: they finish with the old weights, and
+                their pieces are kept until read. ``abort``: they end with the tokens so far.
 
         Raises:
-            InvalidRequestError: the weights cannot be used; names the tensor and the limit.
+            InvalidRequestError: the weights cannot be used; the message names the tensor and the
+                limit.
         """
         how = read_choice(WhenOpen, "when", when)
         self.check_drains(how)
@@ -499,12 +507,12 @@ class LLM:
         self.is_paused = False
 
     def sleep(self, level: str = "host", *, when: str = "drain") -> None:
-        """Free the memory of the KV cache until `wake`, and the device's memory of weights.
+        """Free the KV cache's memory and the weights' device memory until `wake`.
 
         Args:
             level: ``host``: keep the weights in host memory; on a CPU, they are there already.
                 ``dropped``: free the weights; `wake` reads them from their files again.
-            when: what becomes of open streams; see `update_weights`.
+            when: what happens to open streams; see `update_weights`.
 
         Raises:
             InvalidRequestError: an argument is wrong, or the weights cannot move to the host.
@@ -515,7 +523,7 @@ class LLM:
         self.served_weights.sleep(kind)
 
     def wake(self) -> None:
-        """End a sleep, with the same weights; `update_weights` ends a sleep with new ones.
+        """End a sleep, with unchanged weights; `update_weights` ends a sleep with new weights.
 
         Raises:
             InvalidRequestError: the files of dropped weights have changed or are gone.
@@ -529,7 +537,7 @@ class LLM:
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
-        """Wait until new weights are loaded; drop them if they cannot be used."""
+        """Wait until new weights are loaded and checked; drop them if they cannot be used."""
         try:
             begin()
         except BaseException:
@@ -553,7 +561,7 @@ class LLM:
             self._step()
 
     def _check_awake(self) -> None:
-        """Raise InvalidRequestError while nothing can be computed."""
+        """Raise InvalidRequestError while the engine sleeps or is paused."""
         if self.is_paused or self.served_weights.is_asleep:
             state, remedy = (
                 ("asleep", "wake") if self.served_weights.is_asleep else ("paused", "resume")
@@ -561,7 +569,7 @@ class LLM:
             raise InvalidRequestError("engine", f"is {state}; call {remedy}() first")
 
     def check_drains(self, how: WhenOpen) -> None:
-        """Raise InvalidRequestError if open requests are to end, but the engine is paused."""
+        """Raise InvalidRequestError if ``how`` waits for open requests of a paused engine."""
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
@@ -600,9 +608,9 @@ class LLM:
             self._end(request_id)
 
     def _step(self, *, waits: bool = True) -> int:
-        """Run a step and pass its outputs to their answers; return how many requests ended.
+        """Run a step and add its outputs to the answers; return how many requests ended.
 
-        An unexpected error is dumped to a file and ends the engine.
+        An unexpected error ends the engine, and a crash dump is written.
 
         Args:
             waits: whether to wait for images if nothing else can be computed.
@@ -622,7 +630,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # a request submitted to the engine directly
+            if answer is None:  # a request that was submitted to the engine directly
                 continue
             answer.on_delta(output)
             if answer.ended:
@@ -631,7 +639,7 @@ class LLM:
         return num_ended
 
     def _end_failed(self) -> int:
-        """Abort requests that cannot go on; return how many."""
+        """Abort requests that cannot continue; return how many."""
         num_ended = 0
         for request_id, error in self.engine.take_failures():
             answer = self._answers.pop(request_id, None)
@@ -654,8 +662,8 @@ class LLM:
 
         Args:
             adapter: name of an adapter; empty: the base model.
-            compiles_grammar: whether to wait for a grammar; if not, the engine compiles the
-                grammar while other requests go on.
+            compiles_grammar: whether to wait until a grammar is compiled; if False, the engine
+                compiles the grammar while other requests run.
         """
         digest = self._named(adapter).digest if adapter else NO_ADAPTER
         engine = self.engine
@@ -694,7 +702,7 @@ class LLM:
         ]
 
     def _with_marks(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
-        """Fill in the marks of the checkpoint's thoughts; raises InvalidRequestError."""
+        """Fill in the marks that delimit the checkpoint's thoughts; raises InvalidRequestError."""
         asked = params.thinking
         if asked is None or asked.close_token_ids:
             return params
@@ -736,13 +744,13 @@ class LLM:
 
 
 def _is_conversation(value: object) -> bool:
-    """Return whether a value is one conversation: a list of messages, not of lists."""
+    """Return whether a value is one conversation, that is, a list of messages."""
     return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
 
 
 @contextmanager
 def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar, if wanted; yield a function that advances the bar."""
+    """Show a progress bar if asked for; yield a function that advances the bar."""
     if not shown:
         yield lambda num: None
         return
@@ -753,7 +761,7 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 
 
 def without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
-    """Return inputs to pool as a list; raises InvalidRequestError for prompts with images."""
+    """Return inputs for pooling as a list; raises InvalidRequestError for prompts with images."""
     listed = [one for one in as_list(inputs) if not isinstance(one, Mapping)]
     if len(listed) < len(as_list(inputs)):
         raise InvalidRequestError("inputs", "must be texts or token ids, got images")

@@ -37,12 +37,12 @@ from engine.core.request import Request
 from engine.engine import Engine
 
 Text = str | Sequence[int]
-# A request samples nothing; these parameters only make its prompt end it.
+# Pooled requests sample nothing; these parameters only make a request end after its prompt.
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0)
 
 
 class PooledAnswer:
-    """The pooled numbers of one request, empty until it ends.
+    """The pooled result of one request, empty until the request ends.
 
     Attributes:
         ended: whether the engine has ended the request.
@@ -57,12 +57,12 @@ class PooledAnswer:
         self.error: BatonError | None = None
 
     def on_delta(self, output: RequestDelta) -> None:
-        """Take the request's only delta."""
+        """Store the request's only output."""
         self.ended = output.finish_reason is not None
         self.pooled = output.pooled
 
     def end_early(self, error: BatonError | None = None) -> None:
-        """End the request without numbers; ``error`` tells why the engine cannot continue."""
+        """End the request without a result; ``error`` tells why the engine cannot continue."""
         self.ended, self.error = True, error
 
     @property
@@ -80,7 +80,7 @@ class OfflinePooling:
     Args:
         setup: what the checkpoint can compute.
         tokenizer: the checkpoint's tokenizer; None: inputs must be token ids.
-        run: runs requests to their ends.
+        run: runs requests until all have ended.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class OfflinePooling:
     ) -> None:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
-        self._numbers = itertools.count(1)  # numbers of requests; safe from several threads
+        self._numbers = itertools.count(1)  # counter of requests; safe from several threads
 
     def with_run(self, run: Callable[[Sequence[PooledAnswer]], None]) -> Self:
-        """Return a copy that runs its requests with another function."""
+        """Return a copy that runs its requests by another function."""
         other = copy.copy(self)
         other._run = run
         return other
@@ -125,7 +125,7 @@ class OfflinePooling:
     def score(
         self, pairs: Sequence[tuple[str, str]], adapter: str, *, instruction: str
     ) -> list[Score]:
-        """Return how well each pair's document fits its query; raises InvalidRequestError."""
+        """Return the relevance of each pair's document to its query; raises InvalidRequestError."""
         check_scores(self.setup)
         if self.setup.task is PoolingTask.EMBED:
             return self._compare(pairs, adapter)
@@ -136,7 +136,7 @@ class OfflinePooling:
         ]
 
     def _compare(self, pairs: Sequence[tuple[str, str]], adapter: str) -> list[Score]:
-        """Return the cosines of pairs' embeddings; each text is embedded once."""
+        """Return the cosine of each pair's two embeddings; each text is embedded once."""
         names = [name if name in self.setup.prompts else None for name in ("query", "document")]
         texts = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
         found = [
@@ -160,7 +160,7 @@ class OfflinePooling:
         ]
 
     def classify(self, inputs: Sequence[Text], adapter: str) -> list[Classification]:
-        """Return the labels of each input; raises InvalidRequestError."""
+        """Return the most probable label of each input; raises InvalidRequestError."""
         check_classifies(self.setup)
         answers = self._pool([self._input_ids(one, "") for one in inputs], adapter)
         return [
@@ -171,7 +171,7 @@ class OfflinePooling:
     # ------------------------------------------------------------------ inside
 
     def _pool(self, prompts: Sequence[list[int]], adapter: str) -> list[PooledAnswer]:
-        """Run one request per prompt; checks all prompts first."""
+        """Check all prompts, then run one request per prompt."""
         engine, config = self._engine, self._engine.model_config
         params = params_of(self.setup, self._answer_ids())
         check_pooling_params(params, vocab_size=config.vocab_size, num_labels=config.num_labels)
@@ -205,13 +205,13 @@ class OfflinePooling:
         )
 
     def _input_ids(self, given: Text, prompt_name: str | None) -> list[int]:
-        """Return an input's token ids; a text has the named prompt before it."""
+        """Return an input's token ids; for a text, the named prompt is put before it."""
         if not isinstance(given, str):
             return [int(token_id) for token_id in given]
         return self._needed_tokenizer().encode(prompt_before(self.setup, prompt_name) + given)
 
     def _pair_ids(self, query: str, document: str, instruction: str) -> list[int]:
-        """Return the token ids of the prompt that judges a pair."""
+        """Return the token ids of the prompt that asks a reranker about a pair."""
         tokenizer, setup = self._needed_tokenizer(), self.setup
         instruction = instruction or prompt_before(setup, None)
         template = tokenizer.chat_template
@@ -223,7 +223,7 @@ class OfflinePooling:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _answer_ids(self) -> tuple[int, ...]:
-        """Return the tokens for yes and no, if the task needs them."""
+        """Return the ids of the tokens for yes and no, if the task needs them."""
         if self.setup.task is not PoolingTask.RERANK:
             return ()
         return self.setup.answer_ids or self._needed_tokenizer().answer_ids()

@@ -1,4 +1,4 @@
-"""Opens new weights for an engine in this process: a folder, a file, a hub id, or tensors."""
+"""Opens new weights for an engine in this process: from a folder, a file, a hub id, or tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WeightsSource = str | Path | Iterable[tuple[str, Tensor]]
 
 
 def open_source(source: WeightsSource, served: Path) -> NewWeights:
-    """Make the folder of new weights; tensors are written to a file in the temporary folder.
+    """Make the folder of new weights; tensors are first written to a file in the temporary folder.
 
     Args:
         source: a model folder, a folder or a file of safetensors, a GGUF file, a hub id, or all
@@ -39,7 +39,8 @@ def _write(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
             raise InvalidRequestError("weights", f"{name}: is given twice")
         on_host = tensor.detach().cpu().contiguous()
         memory = on_host.untyped_storage().data_ptr()
-        # Safetensors refuses tensors that share memory, such as a head tied to the embedding.
+        # Safetensors refuses to store tensors that share memory, such as an output head tied to the
+        # embedding.
         found[name] = on_host.clone() if memory in memories else on_host
         memories.add(memory)
     try:

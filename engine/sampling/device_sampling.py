@@ -1,7 +1,8 @@
-"""The GPU sampling kernel's parameters, and its call.
+"""Parameters of the GPU sampling kernel, and the kernel's call.
 
-Nothing here waits for the device, so that a step can be launched before the previous one has ended.
-Refuses to know: penalties, grammars, logprobs; rows that need them are sampled in `sampler.py`.
+Nothing here waits for the device, so that a step can be launched before the previous step has
+ended. Refuses to know: penalties, grammars, logprobs; rows that need these are sampled in
+`sampler.py`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Float32 overflows outside these limits. Below the first, sampling is greedy; above the second, all
-# tokens are equally likely.
+# Limits of the temperature, beyond which float32 overflows. Below the first limit, sampling is
+# greedy; above the second, all tokens are equally likely.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
-# Smaller values become 0 in float32, which keeps no token; this one keeps the best.
+# Least top-p: a smaller value becomes 0 in float32 and keeps no token, while this value keeps the
+# best token.
 LEAST_TOP_P = 1e-30
 
-# Triton compiles for aligned pointers; this many 4-byte words keep an array aligned.
+# Arrays begin at multiples of this number of 4-byte words, as Triton compiles for aligned pointers.
 _ALIGNED_WORDS = 4
 
-# The kernel's parameters by name, each `[num_requests]`, except the keys, `[num_requests, 2]`.
+# Names and types of the kernel's parameters, each `[num_requests]`; keys are `[num_requests, 2]`.
 PARAMETER_TYPES: Mapping[str, torch.dtype] = {
     "temperatures": torch.float32,
     "top_k": torch.int32,
@@ -34,7 +36,7 @@ PARAMETER_TYPES: Mapping[str, torch.dtype] = {
 
 
 def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays that `PARAMETER_TYPES` names, except the keys; constant per request.
+    """Return the arrays that `PARAMETER_TYPES` names, except keys: constants of each request.
 
     Args:
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
@@ -62,7 +64,8 @@ def kernel_arrays(
 
 
 def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Sample one token per row with the Triton kernel: `[num_requests]` int64, on the same device.
+    """Sample one token per row with the Triton kernel; returns `[num_requests]` int64 on the
+    device.
 
     A row with NaN or plus infinity gives `NO_TOKEN`, which is no valid index: clamp before use.
 
@@ -70,7 +73,7 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         logits: `[num_requests, vocab_size]`, of any floating dtype.
         tensors: tensors that `PARAMETER_TYPES` names, on the same device.
     """
-    # Imported late: Triton is slow to import, and reads only once whether to interpret kernels.
+    # Imported late: Triton is slow to import, and decides at import whether to interpret kernels.
     from baton_kernels.triton.sampling.tokens import sample_tokens
 
     return sample_tokens(
@@ -88,8 +91,8 @@ def upload_parameters(
 ) -> dict[str, Tensor]:
     """Return `kernel_arrays` on the device, uploaded in one asynchronous copy.
 
-    Each array begins at a multiple of 16 bytes, whatever the number of requests; otherwise Triton
-    would compile the kernels again while serving.
+    Each array begins at a multiple of 16 bytes for any number of requests; otherwise Triton would
+    recompile kernels while serving.
     """
     arrays = kernel_arrays(parameters, keys)
     starts = list(accumulate((_round_up(array.size) for array in arrays.values()), initial=0))
@@ -98,7 +101,7 @@ def upload_parameters(
         packed[start : start + array.size] = array.view(np.int32).ravel()
     host = torch.from_numpy(packed)
     if device.type == "cuda":
-        # Torch reuses pinned memory only after this copy.
+        # Torch reuses this pinned memory only after the copy has ended.
         host = host.pin_memory().to(device, non_blocking=True)
     tensors = {}
     for start, (name, array) in zip(starts, arrays.items(), strict=False):

@@ -1,8 +1,8 @@
 """GrammarCompiler: compiles requests' grammars into states, outside the step loop.
 
-A worker process compiles each grammar first, within limits. Then threads compile the grammar in
-this process, once for equal grammars of one tenant. A state is returned with its first mask.
-Refuses to know: queues, steps.
+A worker process first tries each grammar, within limits of time and memory. Then a thread compiles
+the grammar in this process, once for equal grammars of one tenant. Each returned state has its
+first mask. Refuses to know: queues, steps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from engine.core.request import Request
 NUM_THREADS = 2
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 256 * 2**20
-# The library recurses into nested grammars. The worker process has tried the grammar with a smaller
-# stack before. Unused stack takes no memory.
+# Stack size of compiling threads, in bytes: the library recurses into nested grammars. The worker
+# process has already tried the grammar with a smaller stack. Unused stack takes no memory.
 _STACK_BYTES = 512 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class _Compiled:
-    """A remembered result of compiling a grammar, or of failing to.
+    """The cached result of compiling a grammar: a matcher or an error.
 
     Attributes:
-        matcher: matcher at the beginning of an output; only copies of it advance.
+        matcher: matcher at the beginning of an output; requests advance copies.
         num_bytes: memory that the grammar takes; 0: not known yet.
         may_pass_later: whether compiling failed for lack of resources, not because of the grammar.
     """
@@ -59,18 +59,19 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one checkpoint; remembers some, so that equal grammars compile once.
+    """Compiles grammars for one checkpoint, and caches results.
 
-    Tenants (`Request.extra_keys`) take turns and share no compiled grammars: a fast answer would
-    reveal another tenant's grammar, and one tenant's queue would delay the others.
+    Tenants (`Request.extra_keys`) take turns and share no compiled grammars: otherwise a fast
+    answer would reveal another tenant's grammar, and one tenant's queue would delay the others.
 
-    All methods are for the engine's thread; compiling happens on other threads.
+    Only the engine's thread calls the methods; other threads compile.
 
     Args:
         model_folder: folder of the checkpoint; its tokenizer is loaded for the first grammar.
         vocab_size: size of the logits.
         eos_token_ids: tokens that are allowed where the output may end.
-        early: the tokenizer and the trials' template process, if made already.
+        early: the tokenizer, and the process from which worker processes are forked, if made
+            already.
 
     Attributes:
         on_ready: called, on any thread, when `take_ready` has a new result.
@@ -94,16 +95,17 @@ class GrammarCompiler:
         template = None if early is None else early.template
         self._trials = GrammarTrials(model_folder, eos_token_ids, template)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._loop: asyncio.AbstractEventLoop | None = None  # the trials' loop, in its own thread
+        # event loop of the worker processes, in its own thread
+        self._loop: asyncio.AbstractEventLoop | None = None
         # Least recently used first.
         self._cache: OrderedDict[tuple[str, StructuredOutput], _Compiled] = OrderedDict()
         self._ready: deque[tuple[Request, Outcome]] = deque()
 
     def prepare(self) -> None:
-        """Load and start what the first grammar needs, and compile a small grammar of each kind.
+        """Load the tokenizer, start threads, and compile a small grammar of each kind.
 
-        Loads the tokenizer here, under the GIL, while the trial process loads its own. An error of
-        the tokenizer is reported to each request with a grammar.
+        The worker process loads its tokenizer meanwhile. An error of the tokenizer is reported to
+        each request with a grammar.
 
         Raises:
             ConfigError: no thread or descriptor is left.
@@ -125,7 +127,7 @@ class GrammarCompiler:
             logger.warning("structured output: %s", error)
 
     def submit(self, request: Request) -> None:
-        """Compile a request's grammar; `take_ready` will return the result."""
+        """Start compiling a request's grammar; a later `take_ready` returns the result."""
         structured_output = request.sampling_params.structured_output
         assert structured_output is not None
         caller = b"".join(request.extra_keys).hex()
@@ -134,7 +136,7 @@ class GrammarCompiler:
         )
 
         def on_done(future: Future[Outcome]) -> None:
-            error = future.exception()  # such as a Rust panic, which must end the request
+            error = future.exception()  # for example a Rust panic, which must end only the request
             unforeseen = InvalidRequestError("structured_output", one_line(repr(error)))
             self._ready.append((request, future.result() if error is None else unforeseen))
             self.on_ready()
@@ -142,14 +144,14 @@ class GrammarCompiler:
         self._on_loop(making).add_done_callback(on_done)
 
     def take_ready(self) -> list[tuple[Request, Outcome]]:
-        """Return requests compiled since the last call, each with a state or an error."""
+        """Return the requests compiled since the last call, each with a state or an error."""
         ready: list[tuple[Request, Outcome]] = []
         while self._ready:
             ready.append(self._ready.popleft())
         return ready
 
     def follow_thought(self, request: Request) -> None:
-        """Give a request the state of its thought, if it has a thought without a grammar."""
+        """Track the thought of a request that has a thought but no grammar."""
         params = request.sampling_params
         if params.thinking is None or params.structured_output or request.grammar:
             return
@@ -180,9 +182,10 @@ class GrammarCompiler:
             matcher = await asyncio.shield(self._compile(structured_output, caller))
             return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
         except InvalidRequestError as error:
-            return InvalidRequestError(error.field, error.problem)  # copied: requests share it
+            # a copy, because requests share the cached error
+            return InvalidRequestError(error.field, error.problem)
         except (BatonError, OSError, RuntimeError) as error:
-            # Neither the request nor this node is to blame, so this counts as overload.
+            # The cause is neither the request nor this node, so this counts as overload.
             return OverloadedError(f"structured_output: {error}")
 
     def _make_thought(self, params: SamplingParams) -> GrammarState:
@@ -199,7 +202,10 @@ class GrammarCompiler:
     def _compile(
         self, structured_output: StructuredOutput, caller: str = ""
     ) -> asyncio.Future[LLMatcher]:
-        """Return a grammar's matcher at its beginning; call this on the loop's thread."""
+        """Return a grammar's matcher at the beginning of an output.
+
+        Call on the event loop's thread.
+        """
         key = caller, structured_output
         compiled = self._cache.get(key)
         if compiled is None or compiled.may_pass_later:
@@ -219,7 +225,7 @@ class GrammarCompiler:
     async def _make_matcher(
         self, structured_output: StructuredOutput, compiled: _Compiled, caller: str
     ) -> LLMatcher:
-        """Compile a grammar in a worker process first; only if that succeeds, compile it here."""
+        """Compile a grammar in a worker process; if that succeeds, compile it in this process."""
         try:
             trial = await self._trials.run(structured_output, caller=caller)
             compiled.num_bytes = trial.num_bytes
@@ -230,12 +236,13 @@ class GrammarCompiler:
         except InvalidRequestError:
             raise
         except (BatonError, OSError, RuntimeError):
-            compiled.may_pass_later = True  # the queue is full, or no process or thread is left
+            # the queue is full, or the system has no process or thread left
+            compiled.may_pass_later = True
             raise
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
-        """Run a function on one of the threads; the library releases the GIL."""
-        before = threading.stack_size(_STACK_BYTES)  # applies to threads started from now on
+        """Run a function on one of the compiling threads; the grammar library releases the GIL."""
+        before = threading.stack_size(_STACK_BYTES)  # applies to threads started after this line
         try:
             future = self._threads.submit(make)
         finally:
@@ -256,7 +263,7 @@ class GrammarCompiler:
     # ------------------------------------------------------------------ threads
 
     def _on_loop(self, doing: Coroutine[Any, Any, Made]) -> Future[Made]:
-        """Run a coroutine on the loop of the trials."""
+        """Run a coroutine on the worker processes' event loop."""
         return asyncio.run_coroutine_threadsafe(doing, self._start())
 
     def _start(self) -> asyncio.AbstractEventLoop:
@@ -281,7 +288,7 @@ class GrammarCompiler:
 
 
 def _take_notice(making: asyncio.Future[LLMatcher]) -> None:
-    """Retrieve an error that nobody may be waiting for, so that asyncio logs nothing."""
+    """Retrieve an error that no caller may be waiting for, so that asyncio does not log it."""
     if not making.cancelled():
         making.exception()
 

@@ -2,11 +2,11 @@
 
     token = argmax over t of  logit(t) + temperature * G(seed, position, t)
 
-With Gumbel-distributed G, this draws from softmax(logit / temperature): Maddison, Tarlow and Minka,
-"A* Sampling", NeurIPS 2014. Rounding differs between batches or nodes, but changes a token only if
-the two best scores nearly tie, while inverting the cumulative distribution is sensitive at every
-token. Scores are float64 on a CPU, and of the logits' type on a GPU. Refuses to know: filters,
-requests.
+With Gumbel-distributed G, the token is drawn from softmax(logit / temperature): Maddison, Tarlow
+and Minka, "A* Sampling", NeurIPS 2014. Rounding differs between batches and nodes, but changes a
+token only if the two best scores nearly tie; inverting the cumulative distribution would be
+sensitive at every token. Scores are float64 on a CPU, and have the logits' dtype on a GPU. Refuses
+to know: filters, requests.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ Floats = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-# Number of logits processed together: logits and noise stay in a core's cache.
+# Number of logits processed together, so that logits and noise fit into a core's cache.
 CHUNK_ELEMENTS = 2**16
 NO_TOKEN = -1
-_SPREAD = 0x9E3779B9  # 2**32 over the golden ratio, so that neighbouring ids become distant
+# 2**32 over the golden ratio: multiplying by it moves neighbouring ids far apart
+_SPREAD = 0x9E3779B9
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B
-# A float's bits, read as an integer in units of 2**-23, are about its binary logarithm plus 127
-# (the exponent bias). The other 32 scale a 32-bit hash to a share of 2**32.
+# A float's bits, read as an integer and divided by 2**23, are about its binary logarithm plus 127
+# (the exponent bias). Another 32 is subtracted to scale a 32-bit hash to a share of 2**32.
 _BITS_OFFSET = 127 + 32
 
 
 def noise_hashes(keys: Words, token_ids: npt.NDArray[np.integer]) -> Words:
-    """Return one 32-bit word per key and token id, evenly distributed; different ids never collide.
+    """Return one evenly distributed 32-bit word per key and token id.
 
-    The mixer and its multipliers are `lowbias32` of Chris Wellons' hash-prospector
-    (https://github.com/skeeto/hash-prospector), with the key mixed in before and between.
+    For one key, different ids give different words. The mixing function and its multipliers are
+    `lowbias32` of Chris Wellons' hash-prospector (https://github.com/skeeto/hash-prospector); the
+    key is mixed in before and between the multiplications.
 
     Args:
         keys: `[..., 2]`, from `counter_words` of a seed and a position.
@@ -49,8 +51,8 @@ def noise_hashes(keys: Words, token_ids: npt.NDArray[np.integer]) -> Words:
 
 
 def gumbel(hashes: Words) -> Floats:
-    """Return Gumbel-distributed noise, from -3.2 to 22.9."""
-    # The largest noise comes from the smallest shares, where floats are finest.
+    """Turn 32-bit hashes into Gumbel-distributed noise, from -3.2 to 22.9."""
+    # The smallest shares give the largest noise, and floats are finest near 0.
     shares = (hashes + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log1p(-shares))
     return noise
@@ -77,7 +79,7 @@ def best_scores(
     scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
     best = np.full(num_rows, -np.inf)
     np.fmax.at(best, rows, scores)
-    winners = (scores == best[rows]).nonzero()[0][::-1]  # of equal scores, the first wins
+    winners = (scores == best[rows]).nonzero()[0][::-1]  # the first of equal scores wins
     drawn = np.full(num_rows, NO_TOKEN, dtype=np.int64)
     drawn[rows[winners]] = token_ids[winners]
     return drawn
@@ -116,20 +118,20 @@ def _draw_chunk(
     spread: Words,
     buffers: Words,
 ) -> TokenIds:
-    """Draw tokens for some rows: bound every score, then compute possible winners exactly.
+    """Draw tokens for some rows: bound every score, then compute only possible winners exactly.
 
-    Exact logarithms of all tokens would cost as much as other work.
+    Exact logarithms of all tokens would cost as much as all other work of sampling.
     """
     num_rows, vocab_size = logits.shape
     hashes, scratch = buffers[:, :num_rows]
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # other tokens must beat its score
+    likely = bounds.argmax(axis=1)  # a possible winner's bound must exceed this exact score
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):
-        # Ten times the bounds' rounding error.
+        # Ten times the rounding error of the bounds.
         rounding = 1e-4 * temperatures + 1e-6 * np.abs(reached)
         least = reached - rounding - offsets
     index = np.flatnonzero(bounds >= least[:, None].astype(bounds.dtype))
@@ -143,9 +145,9 @@ def _score_bounds(
 ) -> tuple[npt.NDArray[np.floating], Floats]:
     """Return upper bounds of scores, minus an offset per row; overwrites hashes and scratch.
 
-    G <= -log(share), as -log(1 - share) >= share. A float's bits, read as an integer, are its
-    binary logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division Using
-    Binary Logarithms", 1962).
+    Noise G is at most -log(share), as -log(1 - share) >= share. A float's bits, read as an integer,
+    give its binary logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division
+    Using Binary Logarithms", 1962).
 
     Returns:
         `[num_rows, vocab_size]` and `[num_rows]`.
@@ -155,7 +157,7 @@ def _score_bounds(
     bounds[...] = scratch.view(np.int32)
     slopes = temperatures * math.log(2)
     bounds *= (slopes * -(2.0**-23)).astype(np.float32)[:, None]
-    # Penalties may have made float64 logits, too large for float32.
+    # Penalties may have produced float64 logits beyond the range of float32.
     sums = np.add(bounds, logits, out=bounds if logits.dtype == np.float32 else None)
     return sums, slopes * _BITS_OFFSET
 
@@ -165,7 +167,7 @@ def _spread(token_ids: npt.NDArray[np.integer]) -> Words:
 
 
 def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
-    """Write `noise_hashes` of ids multiplied by `_spread` to ``hashes``."""
+    """Write to ``hashes`` the `noise_hashes` of token ids that `_spread` has multiplied."""
     np.add(spread, keys[..., 0], out=hashes)
     np.right_shift(hashes, 16, out=scratch)
     hashes ^= scratch
@@ -182,7 +184,7 @@ def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
 
 
 def device_hashes(keys: Words, vocab_size: int, device: torch.device) -> Tensor:
-    """Return `noise_hashes` of all token ids, as bits: `[num_rows, vocab_size]` int32."""
+    """Return `noise_hashes` of all token ids, bits as int32: `[num_rows, vocab_size]`."""
     words = torch.from_numpy(keys.view(np.int32)).to(device)  # [num_rows, 2]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
     hashes = token_ids * _signed(_SPREAD) + words[:, :1]
@@ -196,7 +198,7 @@ def device_hashes(keys: Words, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
-    """Return each token's score, `[num_rows, vocab_size]`, in the logits' type and on their device.
+    """Return each token's score, `[num_rows, vocab_size]`, in the logits' dtype.
 
     Args:
         logits: `[num_rows, vocab_size]`.
@@ -211,10 +213,10 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
 
 
 def _shifted(words: Tensor, num_bits: int) -> Tensor:
-    """Shift words to the right, with zeros from the left."""
+    """Shift words to the right, filling with zeros."""
     return (words >> num_bits).bitwise_and_(2 ** (32 - num_bits) - 1)
 
 
 def _signed(word: int) -> int:
-    """Return the int32 with the same bits."""
+    """Return the int32 with the same bits as an unsigned word."""
     return word - 2**32 if word >= 2**31 else word

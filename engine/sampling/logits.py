@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.api.sampling_params import SamplingParams
 from engine.sampling.sampling_input import RequestSnapshot
 
-# Beyond it, a penalty close to 0 or infinity would give logits that cannot be divided.
+# Largest magnitude of a penalized logit: a penalty close to 0 or infinity would exceed any float.
 _LARGEST_LOGIT = 1e300
 
 
@@ -69,7 +69,7 @@ def _penalize_output(row: Tensor, counts: Counter[int], params: SamplingParams) 
 
 
 def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
-    """Set forbidden tokens to minus infinity; keep end tokens if nothing else would remain."""
+    """Set forbidden tokens' logits to minus infinity; if no token remains, allow the end tokens."""
     params = request.sampling_params
     if params.allowed_token_ids is not None:
         only = torch.full_like(row, -torch.inf)
@@ -91,7 +91,7 @@ def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, 
     """Return masks of tokens that grammars allow, by row: `[vocab_size]` bool each."""
     if not bits:
         return {}
-    # Unpack on the device: packed bits are an eighth of the bytes to copy.
+    # Unpack on the device, as packed bits are an eighth of the bytes to copy.
     packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
     values = torch.arange(256, device=logits.device).unsqueeze(1)
     unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]

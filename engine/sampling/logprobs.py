@@ -1,7 +1,7 @@
 """Logprobs: the model's own log-probabilities of tokens, and of the most probable tokens.
 
-Both for output and for prompt tokens, from the log-softmax of the logits before penalties, biases,
-bans, temperature and filters.
+Logprobs of output tokens and prompt tokens are the log-softmax of the logits before penalties,
+biases, bans, temperature and filters.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from baton.api.outputs import TokenLogprobs
 from engine.core.outputs import PromptLogprobs
 from engine.sampling.sampling_input import SamplingInput
 
-# Prompt tokens whose logits are computed together; a long chunk's logits would take gigabytes.
+# Number of prompt tokens whose logits are computed together; the logits of a long chunk would take
+# gigabytes.
 MAX_PROMPT_ROWS = 256
 
 
 def compute_logprobs(
     logits: Tensor, sampling: SamplingInput, token_ids: Sequence[int]
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
-    """Return the logprobs of all sampled tokens, by request id, of requests that ask for them.
+    """Return the logprobs of sampled tokens, by request id, for requests that ask for them.
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
@@ -50,7 +51,7 @@ class PromptRows:
         first_row: row of the step's hidden states that predicts ``token_ids[0]``.
         first_position: position of ``token_ids[0]`` in the prompt.
         token_ids: the predicted tokens; empty if the step computes only the prompt's last token.
-        num_top: number of most probable tokens wanted with each.
+        num_top: number of most probable tokens to return with each token.
     """
 
     request_id: str
@@ -95,7 +96,10 @@ def _slice_logprobs(
 def _token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return each row's logprob of its token, and its best tokens. Logits are `[n, vocab_size]`."""
+    """Return each row's logprob of its token, and its most probable tokens.
+
+    Logits are `[n, vocab_size]`.
+    """
     logprobs = _log_softmax(logits)
     best_ids, best = _best(logprobs, num_top)
     index = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device).unsqueeze(1)
@@ -107,7 +111,7 @@ def _token_logprobs(
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-softmax in float32; a row's bits do not depend on its place.
+    """Return the log-softmax in float32; a row's result does not depend on other rows.
 
     On a GPU, torch's order of addition depends on a row's address, unless all rows begin at a
     multiple of 16 bytes.
@@ -119,9 +123,9 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
-    """Return each row's best tokens and their logprobs, descending; ties by token id.
+    """Return each row's most probable tokens and their logprobs, descending; ties by token id.
 
-    `topk` breaks ties arbitrarily, depending on the most tokens that a row asks for.
+    `topk` alone breaks ties arbitrarily, depending on ``num_top``.
     """
     vocab_size = logprobs.shape[-1]
     wanted = torch.tensor(num_top, device=logprobs.device).clamp(max=vocab_size)

@@ -1,7 +1,7 @@
-"""MaskThreads: computes masks of grammars on threads, so that a step waits only for cheap masks.
+"""MaskThreads: computes grammars' masks on threads, so that a step waits only for cheap masks.
 
-A mask takes about 0.01 ms, but a hundred times as long if the library meets new
-states, which cannot be predicted. Refuses to know: requests, steps.
+A mask takes about 0.01 ms, but a hundred times as long if the grammar library meets new states,
+which cannot be predicted. Refuses to know: requests, steps.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import weakref
 from engine.core.grammar import GrammarState
 
 NUM_THREADS = 2
-# Most seconds that the engine's thread waits, once a step, for the masks of the previous step.
+# Most seconds per step that the engine's thread waits for the masks of the previous step.
 WAIT_S = 0.004
-# Most seconds that the engine's thread waits for masks if nothing else can run, before it looks for
-# new requests.
+# Most seconds that the engine's thread waits for masks, when nothing else can run, before it looks
+# for new requests.
 IDLE_WAIT_S = 0.01
-# A mask is computed by the engine's thread if the grammar's latest mask took less than `CHEAP_S`,
-# as a thread would take longer to start. In each step, this ends after `AT_ONCE_S` in total.
+# A grammar whose latest mask took less than `CHEAP_S` seconds gets its next mask on the engine's
+# thread, as starting another thread would take longer; at most `AT_ONCE_S` seconds per step are
+# spent so.
 CHEAP_S = 0.0005
 AT_ONCE_S = 0.002
 
 
 class MaskThreads:
-    """Computes masks on threads that start with the first mask, or with `start`.
+    """A pool of threads that compute masks; starts with the first mask, or with `start`.
 
     Only the engine's thread calls these methods; see `engine.core.grammar.MaskMaker`.
     """
@@ -62,19 +63,19 @@ class MaskThreads:
         self._work.put((grammar, self._state.note_begun()))
 
     def wait(self) -> None:
-        """Wait a few milliseconds at most for the masks that were begun since the last call."""
+        """Wait a few milliseconds at most for all masks begun since the last call."""
         self._left_s = AT_ONCE_S
         if self._state.num_open:
             self._state.wait_for_young(WAIT_S)
 
     def wait_for_any(self) -> None:
-        """Wait a few milliseconds at most for any mask that is not ready, if there is one."""
+        """Wait a few milliseconds at most until any pending mask is ready."""
         if self._state.num_open:
             self._state.wait_for_any(IDLE_WAIT_S)
 
 
 class _Open:
-    """Counts the masks being computed, and how many of them the current round began.
+    """Counts the masks being computed, in total and in the current round.
 
     Attributes:
         num_open: masks that are not ready.
@@ -117,7 +118,7 @@ def _compute(work: queue.SimpleQueue[tuple[GrammarState, int] | None], state: _O
         grammar, begun_in = item
         try:
             grammar.compute_mask()
-        except BaseException as error:  # outermost; a panic in Rust is no Exception
+        except BaseException as error:  # outermost handler; a panic in Rust is no Exception
             grammar.fail(str(error) or type(error).__name__)
         state.note_ready(begun_in)
 

@@ -1,6 +1,6 @@
 """Random words that depend only on (seed, output position), so there is no generator state to lose.
 
-Words that are kept between steps were computed ahead of time, and carry no state.
+Words stored between steps are only computed ahead of time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def counter_words(
 ) -> npt.NDArray[np.uint32]:
     """Return two random words, `[n, 2]`, for each of `[n]` seeds and output positions.
 
-    Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with
-    the seed as key and the position as counter; the first two words of its output.
+    Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with the
+    seed as key and the position as counter; the result is the first two words of the output.
     """
     counters = positions.astype(np.uint64)
     keys = np.stack((seeds & _LOW, seeds >> _HALF))  # [2, n]
@@ -41,7 +41,7 @@ def counter_words(
 
 
 class WordTable:
-    """Random words of the next output positions of each row's request.
+    """A cache of the random words for each row's next output positions.
 
     One call of `counter_words` costs as much for one position as for several.
 
@@ -51,7 +51,7 @@ class WordTable:
 
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
-        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory, as uint64
+        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory, viewed as uint64
         self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # first position of each row
 
     def clear(self, row: int) -> None:
@@ -70,13 +70,13 @@ class WordTable:
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows at once; otherwise, one row would run out in nearly every step.
+            # Refill all rows at once, as otherwise some row would run out in nearly every step.
             first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # first place per row
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # more than a refill holds
+            if (ahead >= POSITIONS_AHEAD).any():  # more words than one refill computes
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

@@ -1,10 +1,10 @@
-"""Rejection sampling of drafts: keeps the distribution of tokens, though not the tokens.
+"""Rejection sampling of drafts: keeps the distribution of tokens, but may change the tokens.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that was drawn from q
-is kept with probability min(1, p(x) / q(x)), where p is the model's distribution. Otherwise, the
-token is drawn from the part of p above q (*recovered*), and never equals the draft. If q is
-unknown, all its mass is taken to be on x. After the last draft, the token is drawn from p
-(*bonus*).
+is kept with probability min(1, p(x) / q(x)), where p is the model's distribution. Otherwise, a
+token is drawn from the part of p above q (*recovered* token), which never equals the draft. If q is
+unknown, all of q's mass is taken to be on x. After the last draft, a token is drawn from p (*bonus*
+token).
 
 Random words depend only on seed, position and purpose, so the decision to keep a draft does not
 depend on the noise that the draft was drawn with.
@@ -29,11 +29,11 @@ from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
 _KEEP, _AGAIN, DRAFT = range(3)  # purposes of random words
-_BEYOND = 2**31  # larger than any token id
+_BEYOND = 2**31  # larger than any token id, so never equal to one
 
 
 def salted(keys: Words, purpose: int) -> Words:
-    """Return random words for one purpose: `[n, 2]` in and out."""
+    """Derive from keys the random words for one purpose: `[n, 2]` in and out."""
     ids = np.array([_BEYOND + 2 * purpose, _BEYOND + 2 * purpose + 1], dtype=np.uint32)
     return noise_hashes(keys[:, None], ids[None])
 
@@ -44,7 +44,9 @@ def sample_with_rejection(
     allowed_bits: Callable[[], AllowedBits] = dict,
     proposed: Mapping[int, Floats] | None = None,
 ) -> list[int]:
-    """Sample one token per row: its draft, if kept. `SamplingInput.accept` reads the result.
+    """Sample one token per row: the row's draft if it is kept.
+
+    `SamplingInput.accept` reads the result.
 
     Args:
         logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
@@ -75,7 +77,7 @@ def sample_with_rejection(
 
 
 def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words) -> TokenIds:
-    """Keep each draft, or draw a token in its place: `[n]`.
+    """Keep each row's draft, or draw a token in its place: `[n]`.
 
     Args:
         target, proposed: `[n, vocab_size]`, distributions of tokens and of drafts.
@@ -89,7 +91,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     if not len(again):
         return drafts
     rest = np.maximum(target[again] - proposed[again], 0.0)
-    # `target` and `proposed` both sum to 1, so rows of `rest` are all 0 only by rounding.
+    # `target` and `proposed` both sum to 1, so a row of `rest` is all 0 only by rounding.
     nothing = rest.sum(axis=1) == 0
     rest[nothing] = target[again[nothing]]
     with np.errstate(divide="ignore"):
@@ -100,7 +102,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
 
 
 def probabilities(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
-    """Return the distribution of tokens, with temperature and filters: `[n, vocab_size]` float64.
+    """Return the distribution of tokens after temperature and filters: `[n, vocab_size]` float64.
 
     Args:
         logits: `[n, vocab_size]`, float32 or float64, already adjusted (penalties, bans).

@@ -29,10 +29,10 @@ from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_score
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
-# Numbers of largest logits to sort for top-p, tried in order: most distributions have nearly all
-# their mass in few tokens, and sorting a whole vocabulary costs many times more.
+# Numbers of largest logits to sort for top-p, tried in this order: most distributions have nearly
+# all their mass in few tokens, and sorting a whole vocabulary takes many times longer.
 TOP_VALUES = (128, 2048)
-# If more than this share of all logits is kept, drawing from all is faster than from the kept ones.
+# If filters keep more than this fraction of the logits, drawing from all logits is faster.
 MANY_KEPT = 1 / 32
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -42,7 +42,7 @@ def sample(
     sampling: SamplingInput,
     allowed_bits: Callable[[], Mapping[str, Sequence[npt.NDArray[np.uint8]]]] = dict,
 ) -> list[int]:
-    """Sample one next token per row; NO_TOKEN for a row with NaN, unless a CPU samples greedily.
+    """Sample one token per row; NO_TOKEN for a row with NaN (on a CPU, not for greedy rows).
 
     Args:
         logits: `[num_sampling, vocab_size]`; row i belongs to row i of ``sampling``.
@@ -73,7 +73,7 @@ def sample(
 
 
 def rows_without_numbers(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
-    """List the rows whose logits are NaN or infinite; their tokens mean nothing.
+    """List the rows whose logits are NaN or infinite, so that their tokens are invalid.
 
     Looks only at the logit of each row's chosen token, which costs nearly nothing: one NaN in a
     hidden state makes all logits of its row NaN.
@@ -97,7 +97,7 @@ def _as_list(token_ids: TokenIds) -> list[int]:
 
 
 def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Return the most probable token for greedy requests, and a drawn token for others."""
+    """Return the most probable token of greedy requests, and a drawn token of others."""
     if logits.is_cuda and _HAS_TRITON:
         return _choose_by_kernel(logits, parameters, keys)
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
@@ -115,9 +115,10 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """Choose tokens on the logits' device; copies all parameters there at once."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Types up to float32 are not widened, as the kernel adds up a widened row in another order.
+    # Dtypes up to float32 are not converted, as the kernel adds in another order for a converted
+    # row.
     if logits.dtype == torch.float64:
-        # A large penalty may give numbers beyond float32, which must not become infinity.
+        # A large penalty may give numbers beyond float32's range, which must not become infinity.
         logits = logits.clamp(max=torch.finfo(torch.float32).max).float()
     token_ids: TokenIds = sample_on_device(logits, tensors).cpu().numpy()
     return token_ids
@@ -145,7 +146,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with an unfiltered draw's noise: the same token wins, unless a filter removes it."""
+    """Draw with the noise of an unfiltered draw: the same token wins, unless filtered out."""
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:
@@ -162,12 +163,12 @@ def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words
 
 
 def least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
-    """Return the least logit that each request keeps: `[num_requests]`.
+    """Return the least logit that each request's filters keep: `[num_requests]`.
 
     Top-p applies to the distribution that top-k left, and keeps the token that crosses the
-    threshold. Min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is a share of the best
-    token's probability. Equally probable tokens are kept or dropped together, so that the result
-    depends on neither the order of a sort nor the batch.
+    threshold. Min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is a fraction of the
+    best token's probability. Equally probable tokens are kept or dropped together, so that the
+    result depends on neither the order of a sort nor the batch.
     """
     vocab_size = logits.shape[-1]
     top_k, top_p = parameters["top_k"], parameters["top_p"]
@@ -202,7 +203,7 @@ def _least_of(
     totals: Floats,
     parameters: npt.NDArray[np.void],
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return the least logit that top-k and top-p keep, and whether ``ordered`` suffices for top-p.
+    """Return the least logit that top-k and top-p keep, and whether ``ordered`` is long enough.
 
     Args:
         ordered: `[num_requests, num_values]`, the largest logits, descending.
@@ -227,16 +228,16 @@ def _least_of(
 
 
 def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> Floats:
-    """Return weights of logits relative to the best one; `[num_requests, n]` in and out."""
-    with np.errstate(invalid="ignore", under="ignore"):  # NaN if all are banned
+    """Return weights of logits relative to the largest logit; `[num_requests, n]` in and out."""
+    with np.errstate(invalid="ignore", under="ignore"):  # NaN if all tokens are banned
         weights: Floats = np.exp((values - best[:, None]) / _temperatures(parameters)[:, None])
     return weights
 
 
 def _total_weight(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
-    """Return the sum of `_weights` over the whole vocabulary: `[num_requests]`."""
+    """Return the sum of `_weights` over the vocabulary: `[num_requests]`."""
     temperatures = torch.from_numpy(_temperatures(parameters)).to(logits).unsqueeze(1)
-    # The best token's weight is 1, so its share of the softmax gives the total.
+    # The best token's weight is 1, so its softmax probability is the reciprocal of the total.
     shares = (logits / temperatures).softmax(dim=-1)
     best: Floats = shares.amax(dim=-1).double().cpu().numpy()
     return 1 / best

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from baton.api.sampling_params import SamplingParams
 from engine.core.step_plan import NewRow
 
-# One row per request. Numbers of logprobs are -1 if not asked for.
+# One row per request. The number of logprobs is -1 if none are asked for.
 PARAMETERS = np.dtype(
     [
         ("temperature", np.float64),
@@ -45,7 +45,7 @@ def parameters_row(new: NewRow) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """Inputs of a request's logits, besides the model and its grammar."""
+    """Inputs of one request's logit adjustments, besides its grammar."""
 
     sampling_params: SamplingParams
     token_ids: list[int]
@@ -63,17 +63,17 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Inputs for the tokens that a step samples: one per request, and one more after each draft.
+    """Inputs for the tokens that a step samples: one per request, plus one per draft.
 
     Attributes:
-        request_ids: `[num_sampling]`; a request's tokens are neighbours.
+        request_ids: `[num_sampling]`; a request's tokens are adjacent.
         parameters: `[num_sampling]` of `PARAMETERS`.
         keys: `[num_sampling, 2]`, random words by seed and output position: the only source of
-            randomness. If all rows are greedy, keys may be stale, because greedy rows read no keys.
-        adjusted: snapshots, by row, of the requests whose choice depends on more than the logits.
+            randomness. If all rows are greedy, keys may be stale, as they are not read.
+        adjusted: snapshots by row, for requests with penalties, biases or bans.
         draft_token_ids: `[num_sampling]`, the draft at the sampled token's position;
-            `UNKNOWN_TOKEN` where there is none. Empty: the step has no drafts.
-        is_greedy: whether each token is the most probable one by the model's own logits.
+            `UNKNOWN_TOKEN` for a row without a draft. Empty: the step has no drafts.
+        is_greedy: whether each token is the most probable one by the unadjusted logits.
         wants_logprobs: whether any row wants logprobs.
     """
 
@@ -86,18 +86,18 @@ class SamplingInput:
     wants_logprobs: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute both flags once: later decode steps of the same requests reuse this object."""
+        """Compute both flags once, as later decode steps of the same requests reuse this object."""
         is_greedy = not self.adjusted and not self.parameters["temperature"].any()
         wants_logprobs = bool((self.parameters["num_logprobs"] >= 0).any())
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
 
     def accept(self, token_ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Group sampled tokens by request id, up to a request's first token that is not its draft.
+        """Group sampled tokens by request id, ending each request at its first wrong draft.
 
-        Later tokens were computed after a wrong draft. As randomness depends only on seed and
-        position, steps without drafts would sample the same tokens (except with rejection
-        sampling).
+        The token sampled in the wrong draft's place is kept; later tokens were computed after the
+        wrong draft. Randomness depends only on seed and position, so steps without drafts would
+        sample equal tokens (except with rejection sampling).
         """
         if not self.draft_token_ids:
             return dict(zip(self.request_ids, zip(token_ids), strict=True))
@@ -113,5 +113,5 @@ class SamplingInput:
 
     @property
     def needs_host(self) -> bool:
-        """Return whether the host must sample, as the sampling kernel does not suffice."""
+        """Return whether the host must sample, as the GPU kernel lacks a needed feature."""
         return bool(self.adjusted) or self.wants_logprobs

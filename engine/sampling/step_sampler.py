@@ -1,6 +1,6 @@
 """StepSampler: draws a step's tokens and logprobs from its logits, on the device or the host.
 
-LaunchedStep: a step launched on the device; its result, once computed.
+LaunchedStep: a step launched on the device, whose result can be waited for.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
 
-Proposed = Mapping[int, Floats]  # by row, the distribution that the draft was drawn from
+Proposed = Mapping[int, Floats]  # by row: the distribution from which the draft was drawn
 
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Draws tokens; choosing between device and host changes no token.
+    """Draws a step's tokens, on the device or the host with equal results.
 
-    Tokens whose choice depends on more than the logits (penalties, grammars), and tokens with
-    logprobs, are drawn on the host.
+    Tokens with penalties, grammars or logprobs are drawn on the host.
 
     Attributes:
         samples_on_device: whether the sampling kernel runs on the device.
@@ -41,11 +40,11 @@ class StepSampler:
     rejects: bool
 
     def needs_host(self, sampling: SamplingInput) -> bool:
-        """Return whether the host draws these tokens despite the kernel."""
+        """Return whether the host must draw these tokens, because the kernel lacks a feature."""
         return sampling.needs_host or self.judges_drafts(sampling)
 
     def judges_drafts(self, sampling: SamplingInput) -> bool:
-        """Return whether rejection sampling judges this step's drafts."""
+        """Return whether this step's drafts are accepted by rejection sampling."""
         return self.rejects and bool(sampling.draft_token_ids)
 
     def prompt_logprobs(
@@ -75,7 +74,7 @@ class StepSampler:
 
         Args:
             logits: `[num_sampling, vocab_size]`.
-            proposed: returns the drafts' distributions; called only if drafts are judged.
+            proposed: returns the drafts' distributions; called only with rejection sampling.
         """
         if self.judges_drafts(sampling):
             token_ids = sample_with_rejection(
@@ -100,12 +99,12 @@ class LaunchedStep:
     """A step that was launched on the device.
 
     Attributes:
-        output: the result, but for tokens still to come.
+        output: the result; its tokens are missing until ``done``.
         token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
-        done: event of the step's end on the device; None: the step has ended.
+        done: CUDA event of the step's end; None: the step has ended.
         started_at: when the step was launched, by the monotonic clock.
         ended_at: when the step ended, by the monotonic clock; None: unknown before `wait`.
-        pooled: numbers of pooled requests, float32 on the device, by request id.
+        pooled: results of pooled requests, float32 on the device, by request id.
     """
 
     sampling: SamplingInput
@@ -117,7 +116,7 @@ class LaunchedStep:
     pooled: Mapping[str, Tensor] = field(default_factory=dict)
 
     def wait(self) -> ModelRunnerOutput:
-        """Wait until KV and tokens are here; return the result."""
+        """Wait until KV and tokens are computed; return the result."""
         if self.done is not None:
             self.done.synchronize()
         output, sampled = self.output, self.output.sampled_token_ids

@@ -1,7 +1,8 @@
-"""Speculation: makes drafts, and decides how many to compute. One file and line per proposer.
+"""Speculation: makes drafts, and decides how many to verify. One file, and one line here, per
+proposer.
 
 Drafters with weights run in the workers (`models/drafters`, `engine/worker/drafting`); their drafts
-are read from the steps' results. No proposer is imported before use.
+are read from the steps' results. A proposer is imported when it is used.
 """
 
 from baton.registry import Registry

@@ -10,10 +10,10 @@ from engine.core.request import Request
 
 
 class Proposer(Protocol):
-    """Proposes drafts of a request's next tokens. The engine's thread owns it.
+    """A source of drafts of requests' next tokens, owned by the engine's thread.
 
-    Wrong drafts do no harm: a step samples the right token in a draft's place, and accepts the
-    draft only if both are equal (docs/speculation.md).
+    Wrong drafts change no output: a step samples the right token in a draft's place, and accepts
+    the draft only if both are equal (docs/speculation.md).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -26,4 +26,4 @@ class Proposer(Protocol):
         """Propose up to ``num_drafts`` tokens after each request's ``token_ids``."""
 
     def forget(self, request: Request) -> None:
-        """Drop all data about a request; do nothing if there is none."""
+        """Drop all data about a request, if any."""

@@ -1,8 +1,8 @@
-"""Decides how many drafts pay, from measured step times and acceptance rates.
+"""Decides how many drafts pay off, from measured step times and acceptance rates.
 
 A step yields one token per request and one more per accepted draft, but takes longer with more
-drafts. The number with most tokens per second is chosen; 0 if none pays.
-Refuses to know: requests' tokens, the proposer.
+drafts. The number of drafts that gives most tokens per second is chosen; 0 if drafts do not pay
+off. Refuses to know: requests' tokens, the proposer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAMPLES = 5  # latest samples kept per size; their median ignores disturbances 
 _FORGET_AFTER = 2000  # steps until a size's old samples are dropped
 _MEMORY = 0.93  # decay of a request's acceptance, per checked draft
 _MEMORY_OF_ALL = 0.99  # decay of all requests' acceptance, per checked draft
-_PRIOR_WEIGHT = 2.0  # weight of all requests' rate in a request's rate, as a number of drafts
+_PRIOR_WEIGHT = 2.0  # in a request's rate, all requests' rate counts like this many drafts
 _FIRST_PRIOR = 0.7
 _FIRST_TRIED = 8  # first steps with drafts, which record tapes; their times are ignored
 TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
@@ -38,18 +38,19 @@ _MARGIN = 1.1
 
 
 class StepCosts:
-    """Measured seconds of decode steps, by number of tokens."""
+    """Measured seconds of decode-only steps, by number of tokens."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
         self._noted_at: dict[int, deque[int]] = {}
         self._num_noted = 0
-        # Typical seconds by size, ascending: of known sizes only, unless none is known.
+        # Typical seconds by size, ascending; sizes measured too rarely count only if there are no
+        # others.
         self._typical: dict[int, float] = {}
         self._num_known = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Add the time of a step that only decoded."""
+        """Record the time of a step that only decoded."""
         size = _size_class(num_tokens)
         if size not in self._samples:
             self._samples[size] = deque(maxlen=_SAMPLES)
@@ -69,7 +70,7 @@ class StepCosts:
         """Return whether steps of this size were measured often and recently enough.
 
         Args:
-            gain: speed of other steps, in tokens per second, as a multiple of this size's.
+            gain: tokens per second of other sizes, as a multiple of this size's.
         """
         noted_at = self._noted_at.get(_size_class(num_tokens))
         if noted_at is None or len(noted_at) < TRIED:
@@ -88,16 +89,16 @@ class StepCosts:
         self._typical = {size: _of(own) for size, own in sorted((known or self._samples).items())}
 
     def seconds(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds of steps with these numbers of tokens, which are ascending.
+        """Return the seconds of steps with each of these numbers of tokens (ascending).
 
-        Interpolates linearly between known sizes. Beyond the largest one, extends the line from the
-        smallest to the largest; with one known size, assumes equal times. Unknown sizes are tried,
-        and so become known. ``num_tokens[0]`` is near the size in use.
+        Interpolates linearly between measured sizes. Beyond the largest one, extends the line from
+        the smallest to the largest; with one measured size, assumes equal times, so that other
+        sizes are tried and then measured. ``num_tokens[0]`` is near the size in use.
         """
         sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
             return np.ones(len(num_tokens))
-        # A larger step cannot be faster: the smaller one was measured in a slow moment.
+        # A larger step cannot be faster, so the smaller step was measured in a slow moment.
         costs = np.minimum.accumulate(costs[::-1])[::-1]
         found: NDArray[np.float64] = np.interp(num_tokens, sizes, costs)
         if len(sizes) > 1:
@@ -118,7 +119,7 @@ class DraftingCosts:
         self._num_noted = 0
 
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Add the time of making ``num_drafts`` drafts for each of ``num_rows`` requests."""
+        """Record the time of making ``num_drafts`` drafts for each of ``num_rows`` requests."""
         self._num_noted += 1
         self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
 
@@ -126,9 +127,9 @@ class DraftingCosts:
         """Return the seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
 
         A number of drafts costs at most as much as any larger measured number, and at most in
-        proportion to any smaller one, as the first draft is the most expensive. So a number whose
-        time was measured in a slow moment, or before there was a tape, is tried again. All costs
-        are 0 at first, so that drafts are tried.
+        proportion to any smaller one, as the first draft is the most expensive. So a number of
+        drafts whose time was measured in a slow moment, or before a tape was recorded, is tried
+        again. All costs are 0 at first, so that drafts are tried.
         """
         found = np.zeros(most + 1)
         if self._num_noted < _FIRST_TRIED:
@@ -149,7 +150,7 @@ def _size_class(num_tokens: int) -> int:
 
 
 class Acceptance:
-    """The rate at which drafts of one request, or of all requests, are accepted."""
+    """The rate at which drafts are accepted, of one request or of all."""
 
     def __init__(self, memory: float = _MEMORY) -> None:
         self._memory = memory
@@ -157,18 +158,16 @@ class Acceptance:
 
     @classmethod
     def of_all(cls) -> Acceptance:
-        """Make the acceptance of all requests, which decays more slowly."""
+        """Make the acceptance rate of all requests, which decays more slowly."""
         return cls(_MEMORY_OF_ALL)
 
     def note(self, is_right: bool) -> None:
-        """Count a checked draft; drafts after a wrong one are not checked."""
+        """Count a checked draft; drafts after a wrong draft are not checked."""
         self._right = self._right * self._memory + is_right
         self._looked_at = self._looked_at * self._memory + 1
 
     def rate(self, prior: float = _FIRST_PRIOR) -> float:
-        """Return the chance that a draft is right if all drafts before are right; near ``prior``
-        without data.
-        """
+        """Return the chance that a draft is right if earlier drafts are; ``prior`` without data."""
         rate = (self._right + _PRIOR_WEIGHT * prior) / (self._looked_at + _PRIOR_WEIGHT)
         return min(rate, 0.99)
 
@@ -176,7 +175,7 @@ class Acceptance:
 def choose_lengths(
     costs: StepCosts, num_rows: int, num_drafts: Sequence[int], rates: Sequence[float]
 ) -> tuple[list[int], Choice]:
-    """Return how many drafts of each request the next step should compute, and the reasons.
+    """Return how many drafts of each request the next step should verify, and the reasons.
 
     Args:
         num_rows: number of requests in the step, with or without drafts.
@@ -186,7 +185,8 @@ def choose_lengths(
     requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
     places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
     chances = np.asarray(rates)[requests] ** places
-    order = np.argsort(-chances, kind="stable")  # a request's earlier drafts first
+    # the order: a request's earlier drafts before its later ones
+    order = np.argsort(-chances, kind="stable")
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
     seconds = costs.seconds(num_rows + np.arange(len(tokens)))
     speed = tokens / seconds
@@ -201,10 +201,10 @@ def choose_lengths(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision on the number of drafts, and its reasons.
+    """A decision on the number of drafts, with its reasons.
 
     Attributes:
-        num_drafts: drafts to compute, over all requests of the step.
+        num_drafts: drafts to verify, over all requests of the step.
         num_possible: available drafts, over all requests of the step.
         num_rows: requests in the step.
         rate: mean acceptance rate of the requests with drafts.
@@ -234,7 +234,7 @@ class Choice:
 def choose_num_drafts(
     costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
 ) -> tuple[int, Choice]:
-    """Return how many drafts to make per request if making drafts takes time, and the reasons.
+    """Return how many drafts per request to make, if making drafts takes time, and the reasons.
 
     Args:
         num_rows: number of requests that continue.
@@ -256,27 +256,27 @@ def choose_num_drafts(
 
 
 class Trials:
-    """Decides when to retry drafting after it stopped paying, at growing intervals.
+    """Decides when to retry drafting after drafting stopped paying off, at growing intervals.
 
-    Trials take only a small share of all time: a drafter with many unread tokens may take as long
-    as many steps.
+    Trials may take only a small share of all time, as a drafter with many unread tokens may take as
+    long as many steps.
     """
 
     def __init__(self) -> None:
         self._num_silent = self._num_left = 0
         self._wait = TRY_AFTER
-        self._owed = 0.0  # steps to wait in addition, to pay for the latest trial
+        self._owed = 0.0  # additional steps to wait, to pay for the latest trial
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether a trial waits for a request that can be drafted for."""
+        """Return whether a trial is due and waits for a request that can get drafts."""
         return self._num_silent > max(self._wait, self._owed)
 
     def is_due(self, can_draft: Callable[[], bool] = YES) -> bool:
-        """Return whether to make drafts although they do not pay; call once per step.
+        """Return whether to make drafts as a trial, although they do not pay; call once per step.
 
         Args:
-            can_draft: returns whether any running request can be drafted for.
+            can_draft: returns whether any running request can get drafts.
         """
         if self._num_left:
             self._num_left -= 1
@@ -289,10 +289,10 @@ class Trials:
         return True
 
     def note_cost(self, num_steps: float) -> None:
-        """Add a trial's cost, in steps."""
+        """Record the cost of a trial, in steps."""
         self._owed += num_steps / TRIAL_SHARE
 
     def note_paid(self) -> None:
-        """Reset the intervals, as drafts pay."""
+        """Reset the intervals, because drafts pay off."""
         self._num_silent = self._num_left = 0
         self._wait, self._owed = TRY_AFTER, 0.0

@@ -1,7 +1,7 @@
-"""NgramProposer: looks up the output's last tokens in earlier text, and proposes successors.
+"""NgramProposer: finds an earlier copy of the output's last tokens, and drafts the tokens after it.
 
 "Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding); also searches
-outputs. Good if an output repeats its prompt: editing, summaries, questions about a text.
+outputs. Works well if an output repeats its prompt: editing, summaries, questions about a text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.core.request import Request
 
 
 class NgramProposer:
-    """Drafts from earlier text; see `engine.speculation.base.Proposer` for the contract."""
+    """Drafts copied from earlier text; see `engine.speculation.base.Proposer` for the contract."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._least, self._most = config.ngram_min, config.ngram_max
@@ -24,7 +24,7 @@ class NgramProposer:
         assert not drafts, "nobody else makes drafts"
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Propose drafts, in microseconds per request of a few thousand tokens."""
+        """Propose drafts; takes microseconds per request of a few thousand tokens."""
         proposed = []
         for request in requests:
             text = self._texts.get(request)

@@ -1,7 +1,7 @@
-"""Speculation: gets drafts from a proposer, and decides how many of them to compute.
+"""Speculation: gets drafts from a proposer, and decides how many of them to verify.
 
-Drafts that are not computed are still compared with the sampled tokens, to notice when drafts would
-pay again. Refuses to know: scheduling and computation of drafts.
+Drafts that are not verified are still compared with the sampled tokens, to notice when drafts would
+pay off again. Refuses to know: scheduling and computation of drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from engine.speculation.draft_lengths import (
 
 # Most steps between choices while the number of requests stays equal.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
-_NONE_FOR_LONG = 64  # steps without paying drafts, after which the drafter reads no new requests
+# steps without drafts that pay off, after which the drafter reads no new requests
+_NONE_FOR_LONG = 64
 _LOOK_RARELY = 4  # when no drafts pay for long, one of this many updates is made
 _ONE_MORE_AFTER = 128  # steps with fewer than all drafts before one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
@@ -41,19 +42,20 @@ _SPARE = 16  # ended requests to collect before cleaning up
 
 
 class Speculation:
-    """Gets drafts for an engine's requests, and selects those to compute; a `DraftPolicy`.
+    """Gets drafts for an engine's requests, and selects those to verify; a `DraftPolicy`.
 
     Attributes:
-        choice: the number of drafts of the latest step, and its reasons; None: all drafts.
+        choice: the latest step's number of drafts, with reasons; None: all drafts.
         in_steps, drafter_reads: the arguments of the same names; part of `DraftPolicy`.
 
     Args:
         proposer: makes drafts.
         num_drafts: most drafts of a request.
         vocab_size: size of the model's vocabulary.
-        adaptive: whether to hold back drafts that do not pay.
+        adaptive: whether to leave out drafts that do not pay off.
         in_steps: whether workers make drafts within steps, which takes time.
-        drafter_reads: whether the drafter has KV of its own, and so must read all tokens.
+        drafter_reads: whether the drafter has separate KV, and so must read all of a request's
+            tokens.
     """
 
     def __init__(
@@ -88,11 +90,11 @@ class Speculation:
     def num_to_draft(self, num_rows: int, can_draft: Callable[[], bool] = YES) -> int:
         """Return how many drafts the next step is to make after each sampled token.
 
-        If drafts do not pay, some are still made now and then, as this may change.
+        If drafts do not pay off, some are still made as trials, at growing intervals.
 
         Args:
             num_rows: most requests in the next step.
-            can_draft: returns whether any running request can be drafted for.
+            can_draft: returns whether any running request can get drafts.
         """
         if not self.in_steps or not self._adaptive:
             return self._num_drafts if self.in_steps else 0
@@ -119,7 +121,7 @@ class Speculation:
         return best
 
     def _one_more(self, best: int) -> bool:
-        """Return whether to compute one draft more than pays by the measured times.
+        """Return whether to try one draft more than the best number by measured times.
 
         The time with one more draft may have been measured in a slow moment.
         """
@@ -137,8 +139,9 @@ class Speculation:
     def num_to_read(self) -> int:
         """Return how many of the requests that start now the drafter must read.
 
-        The drafter reads all requests, unless no drafts have paid for long. Then the drafter reads
-        one request if a trial is due, else none. A request unread at its start gets no drafts.
+        The drafter reads all requests, unless drafts have not paid off for long. Then the drafter
+        reads one request if a trial is due, else none. A request that is not read at its start gets
+        no drafts.
         """
         if not self.drafter_reads or not self._none_for_long:
             return ALL
@@ -150,7 +153,7 @@ class Speculation:
         requests: Mapping[str, Request],
         drafted: Mapping[str, tuple[int, ...]] = _NOTHING,
     ) -> dict[str, tuple[int, ...]]:
-        """Return drafts after the sampled tokens of a step, by request id.
+        """Return drafts of the tokens after a step's sampled tokens, by request id.
 
         Args:
             requests: requests that have not ended.
@@ -179,10 +182,10 @@ class Speculation:
     def note_step(
         self, scheduled: SchedulerOutput, seconds: float, drafting_s: float = 0.0
     ) -> None:
-        """Add the time between the ends of the last two steps; call before `after_step`.
+        """Record a step's time, in seconds; call before `after_step`.
 
         Args:
-            drafting_s: part of the time in which the step made drafts.
+            drafting_s: the part of ``seconds`` that making drafts took.
         """
         is_rare = self._none_for_long and not scheduled.num_drafts
         if is_rare and self._num_steps_of_none % _LOOK_RARELY:
@@ -197,14 +200,14 @@ class Speculation:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
-        """Return drafts for the node that continues a request."""
+        """Return drafts of the next tokens, for the node that continues a request."""
         drafts = self._propose([request]).get(request.request_id, ())
         self._proposer.forget(request)
         del self._known[request.request_id]
         return drafts
 
     def received(self, request_id: str, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Return the part of another node's drafts that should be computed."""
+        """Return which of another node's drafts should be verified."""
         taken = tuple(drafts[: self._num_drafts])
         if not taken or not all(0 <= token_id < self._vocab_size for token_id in taken):
             return ()
@@ -212,7 +215,7 @@ class Speculation:
         return self._what_pays({request_id: taken}, self._num_rows + 1).get(request_id, ())
 
     def _look_at(self, output: RequestDelta) -> None:
-        """Compare drafts with the sampled tokens, up to the first difference."""
+        """Compare drafts with the sampled tokens, up to the first wrong draft."""
         drafts = self._proposed.pop(output.request_id, None)
         if not drafts or not self._adaptive:
             return
@@ -236,7 +239,7 @@ class Speculation:
         numbers = [*map(len, drafts.values())]
         lengths, choice = choose_lengths(self._costs, num_rows, numbers, rates)
         self._gain = choice.gain
-        if not self.in_steps:  # with `in_steps`, the choice was made before drafting
+        if not self.in_steps:  # with `in_steps`, the number was chosen before making drafts
             self.choice = choice
         return {
             name: own[:length]
@@ -248,7 +251,7 @@ class Speculation:
         for request in requests:
             before = self._known.get(request.request_id)
             if before is not request:
-                if before is not None:  # an earlier attempt's data
+                if before is not None:  # drop an earlier attempt's data
                     self._proposer.forget(before)
                 self._known[request.request_id] = request
         proposed = self._proposer.propose(requests, self._num_drafts)
@@ -259,7 +262,7 @@ class Speculation:
         }
 
     def _forget_ended(self, requests: Mapping[str, Request]) -> None:
-        """Drop data of ended requests, from time to time, as most requests end unnoticed."""
+        """Drop ended requests' data from time to time, as most requests end without a call."""
         if max(len(self._known), len(self._proposed)) <= 2 * len(requests) + _SPARE:
             return
         for request_id, request in list(self._known.items()):
@@ -276,7 +279,7 @@ def _only_decodes(item: ScheduledRequest) -> bool:
 
 
 def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
-    """Return a drafter's identity: its files, which its drafts and its layers' KV depend on.
+    """Return a digest of a drafter's files, on which its drafts and its layers' KV depend.
 
     Raises ModelLoadError when a file cannot be read.
     """
@@ -297,7 +300,7 @@ def find_drafter(config: EngineConfig) -> EngineConfig:
 
 
 def make_speculation(config: EngineConfig, vocab_size: int) -> Speculation | None:
-    """Make the speculation that the options ask for; None: the options ask for no drafts."""
+    """Make the speculation that the options ask for; None: no drafts."""
     if not config.max_num_drafts:
         return None
     proposer = PROPOSERS.load(config.speculative_method)(config)

@@ -1,1 +1,1 @@
-"""All that owns a device: KV memory, input batch, graphs, model runner, memory profile."""
+"""The worker, which owns a device: KV memory, input batch, graphs, model runner, memory profile."""

@@ -23,12 +23,13 @@ class BlockTable:
         max_num_requests: number of rows.
         max_blocks: most blocks of one request.
         block_size: tokens per block.
-        group: index of the group; its ids are at this place and every ``num_groups`` places after.
+        group: index of the group, whose first block id has this index in the interleaved list.
         num_groups: number of groups of the KV cache.
         sliding_window: the group's window, in tokens; None: full attention.
 
     Attributes:
-        num_changes: writes since the start; if equal, `gather` returns equal tables.
+        num_changes: number of writes since the start; while unchanged, `gather` returns equal
+            tables.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class BlockTable:
         sliding_window: int | None = None,
     ) -> None:
         self.num_changes = 0
-        self._num_blocks = [0] * max_num_requests  # written blocks, by row
-        self._num_null = [0] * max_num_requests  # leading null blocks, by row
+        self._num_blocks = [0] * max_num_requests  # number of blocks, by row
+        self._num_null = [0] * max_num_requests  # number of leading null blocks, by row
         self._block_size = block_size
         self._group = group
         self._num_groups = num_groups
@@ -61,7 +62,7 @@ class BlockTable:
         return -(-num_tokens // self._block_size)
 
     def num_held(self, row: int) -> int:
-        """Return the number of tokens that the blocks of a row have room for."""
+        """Return the number of tokens that fit into the blocks of a row."""
         return self._num_blocks[row] * self._block_size
 
     def clear(self, row: int) -> None:
@@ -81,7 +82,7 @@ class BlockTable:
         self.num_changes += 1
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Replace blocks not needed after the first ``num_tokens`` tokens by null blocks."""
+        """Replace blocks outside the window after ``num_tokens`` tokens by null blocks."""
         assert self._retention is not None
         num_expired = min(self._retention.num_expired_blocks(num_tokens), self._num_blocks[row])
         num_null = self._num_null[row]
@@ -111,7 +112,7 @@ class BlockTable:
     def blocks(
         self, rows: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int32]:
-        """Return the block ids at the given places of the given rows: `[n]`.
+        """Return the ids of the given logical blocks of the given rows: `[n]`.
 
         Args:
             rows: `[n]`.

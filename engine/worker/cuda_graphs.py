@@ -32,7 +32,9 @@ from models.base import CausalLM, ForwardContext, LayerCache
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 # Backends whose decode steps launch the same kernels for all lengths.
-CAPTURABLE_BACKENDS = ("triton", "triton_invariant", "flash_triton")
+CAPTURABLE_BACKENDS = (
+    "triton", "triton_invariant", "flash_triton", "flashinfer_triton", "sdpa_triton",
+)  # fmt: skip
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
+from baton.kv.layers import PagedKV
 from baton.kv.manifest import KVKind
 from baton_kernels import FP8, WeightFormat, reference
 from baton_kernels.attention import WITH_ROW_ENDS, choose_attention_backend
@@ -36,7 +37,7 @@ _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedFormat.INT8]
 
-# Major compute capabilities whose matrix instruction is the same for any number of tokens.
+# Major compute capabilities whose matrix instructions do not depend on the number of tokens.
 _ONE_INSTRUCTION = (8, 9, 12)
 
 # Name of each KV cache group's backend; None: the group has states and no attention.
@@ -44,9 +45,9 @@ BackendNames = tuple[str | None, ...]
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the named device, with its index, and make it this thread's current device.
+    """Return the named device, with its index, and make it the thread's current device.
 
-    Raises ConfigError if the device does not exist, or if peers could not access its memory.
+    Raises ConfigError if the device does not exist, or if other processes could not map its memory.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,8 +80,8 @@ def make_current(device: torch.device) -> None:
 def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
     """Raise ConfigError if PyTorch would allocate GPU memory that no other process can map.
 
-    NIXL shares memory of ``cudaMalloc`` with peers on the same machine (CUDA IPC); expandable
-    segments are allocated otherwise.
+    NIXL can share only memory from ``cudaMalloc`` with peers on the same machine (CUDA IPC);
+    PyTorch's expandable segments come from another function.
     """
     for option in _ALLOCATOR_OPTIONS:
         if re.search(r"expandable_segments\s*:\s*true", environment.get(option, ""), re.IGNORECASE):
@@ -96,15 +97,15 @@ def choose_dtype(
 
     Args:
         name: an option's value; "auto" lets the device and the checkpoint decide.
-        has_bfloat16: whether a CPU's kernels multiply bfloat16 by instructions of their own.
+        has_bfloat16: whether the CPU has instructions that multiply bfloat16.
     """
     if name == "auto":
         name = model.compute_dtype
         if device.type == "cpu":
-            # Without bfloat16 instructions, smaller types are slower (ADR 0097).
+            # Without bfloat16 instructions, float32 is the fastest dtype on a CPU (ADR 0097).
             name = "bfloat16" if has_bfloat16 and name == "bfloat16" else "float32"
         elif name == "float32":
-            # float32 takes twice the memory and misses most of the speed of matrix units.
+            # float32 takes twice the memory and runs far below the matrix units' speed.
             name = "bfloat16"
             logger.info("dtype bfloat16 for a float32 checkpoint; --dtype float32 keeps its own")
     dtype = getattr(torch, name)
@@ -113,7 +114,7 @@ def choose_dtype(
 
 
 def has_bfloat16(config: EngineConfig) -> bool:
-    """Return whether the native kernels multiply bfloat16 by instructions of their own."""
+    """Return whether native kernels may use the CPU's instructions for bfloat16 products."""
     native = native_ops() if config.native_kernels else None
     return native is not None and native.has_bfloat16
 
@@ -126,7 +127,7 @@ def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def choose_packer(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> WeightPacker | None:
-    """Return the packer of the model's linear layers; None: torch's format.
+    """Return the packer of the model's linear layers; None: keep PyTorch's weight format.
 
     Raises ConfigError if the device does not support the format.
     """
@@ -135,19 +136,19 @@ def choose_packer(
     packer = _gpu_packer(config.weights, device, dtype)
     if not config.batch_invariant:
         return packer
-    # Batch-invariant: sums of integers do not depend on their order, so int8 weights stay packed.
+    # int8 weights stay packed in batch-invariant mode: integer sums do not depend on their order.
     is_int8 = packer is not None and packer.weights == QuantizedFormat.INT8
     kind = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return InvariantPacker(kind, packer if is_int8 else None)
 
 
 def choose_ops(config: EngineConfig, device: torch.device) -> Ops | None:
-    """Return the ops that compute a model's layers; None: the fastest ops for their device."""
+    """Return the ops that compute a model's layers; None: use the fastest ops for the device."""
     return None if config.native_kernels or device.type != "cpu" else reference
 
 
 def check_batch_invariant(config: EngineConfig, device: torch.device, model: ModelConfig) -> None:
-    """Raise ConfigError if batch-invariant results are asked for but impossible."""
+    """Raise ConfigError if batch-invariant results are requested but impossible here."""
     if not config.batch_invariant:
         return
     kinds = {layer.mixer.kv.kind for layer in model.layers}
@@ -218,7 +219,8 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
 def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
     """Describe the linear layers' format; only nodes with equal descriptions may be paired.
 
-    CPUs and GPUs round weights of few bits differently; GPUs of different kinds add differently.
+    CPUs and GPUs round quantized weights differently, and different GPU models add in different
+    orders.
     """
     if not isinstance(packer, GpuPacker | InvariantPacker):
         return asked
@@ -229,16 +231,16 @@ def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -
 
 
 def asked_backend(config: EngineConfig) -> str | None:
-    """Return the attention backend that the user demands; None: any."""
+    """Return the attention backend that the options name; None: any backend will do."""
     return None if config.attention_backend == "auto" else config.attention_backend
 
 
 def choose_backends(
     spec: KVCacheSpec, config: EngineConfig, device: torch.device, model: ModelConfig
 ) -> tuple[str | None, ...]:
-    """Choose a backend for each group, by what its layers keep; log one line per kind.
+    """Choose each KV cache group's attention backend; log one line per kind of group.
 
-    Raises ConfigError if the demanded backend is impossible.
+    Raises ConfigError if the named backend cannot serve the model.
     """
     override = asked_backend(config)
     chosen: dict[KVKind, str | None] = {}
@@ -257,6 +259,7 @@ def choose_backends(
             latent=kind is KVKind.LATENT,
             sinks=model.has_sinks,
             half=spec.dtype.itemsize == 2,
+            head_dim=group.kv.head_dim if isinstance(group.kv, PagedKV) else 0,
             invariant=config.batch_invariant,
             native=config.native_kernels,
         )

@@ -39,7 +39,7 @@ class Forward:
         """Return the hidden states, `[num_tokens, hidden_size]`.
 
         Args:
-            after_layer: called after each layer; None: no caller needs single layers.
+            after_layer: called after each layer; None: no callback.
         """
         context, chunks = self.context, self.chunk_graphs.graphs
         on_axes = inputs.positions.dim() > 1
@@ -61,7 +61,7 @@ def _plan_groups(
     groups: Sequence[AttentionMetadata | StateMetadata],
     backends: Sequence[AttentionBackend | None],
 ) -> tuple[GroupStep, ...]:
-    """Let each backend plan its group's part of the step; return groups with backends."""
+    """Let each backend plan the attention of its group; return groups with backends."""
     steps: list[GroupStep] = []
     for metadata, backend in zip(groups, backends, strict=True):
         if isinstance(metadata, StateMetadata):

@@ -25,7 +25,7 @@ AnyReplays = Replays[StepGraphs] | Replays[ChunkGraphs]
 
 
 class CaptureError(Exception):
-    """A step cannot be captured, for the given reason; the engine continues without graphs."""
+    """A step cannot be captured; the message says why. The engine continues without graphs."""
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def capture_stream(device_index: int) -> torch.cuda.Stream:
     """Return the stream on which all steps of a device are captured; lives as long as the process.
 
     cuBLAS allocates a workspace for each stream it has used (32 MiB on Hopper) and keeps it. This
-    stream's is allocated here, so that it does not count as a graph's memory.
+    stream's workspace is allocated here, so that it is not counted as a graph's memory.
     """
     stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -42,13 +42,13 @@ def capture_stream(device_index: int) -> torch.cuda.Stream:
 
 
 def _multiply(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspace."""
+    """Make cuBLAS allocate its workspace for the current stream."""
     matrix = torch.ones(64, 64, device=device)
     torch.mm(matrix, matrix)
 
 
 def _go_on() -> None:
-    """Do nothing at the end of a piece that is not captured."""
+    """Do nothing where one graph would end, while the body runs without capture."""
 
 
 class DeviceCapture:
@@ -62,7 +62,7 @@ class DeviceCapture:
         """Implement `cuda_graphs.Capture`."""
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a connector's, may use the device, too.
+        # Other threads, such as a connector's, may use the device during the capture.
         try:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -82,7 +82,7 @@ class DeviceCapture:
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(self._pool, "thread_local")
 
-        # As in `torch.cuda.graph`, whose graphs cannot end in the middle of a call.
+        # Like `torch.cuda.graph`, except that a graph may end in the middle of a call.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         try:
@@ -97,9 +97,10 @@ class DeviceCapture:
         return tuple(graph.replay for graph in graphs)
 
     def _warm_up(self, body: Callable[[], None]) -> None:
-        """Compile kernels and let libraries allocate memory; then look for operations that wait.
+        """Compile kernels, let libraries allocate memory, then look for operations that
+        synchronize.
 
-        In a capture, an operation that waits raises an error without its cause.
+        During a capture, such an operation would raise an error that does not name its cause.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -153,9 +154,9 @@ def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> Non
     """Capture all sizes of one kind of step, and log the outcome.
 
     Args:
-        steps: name of the kind, in words.
-        unit: the unit of sizes, such as tokens.
-        capture: records the steps.
+        steps: name of the kind of step, for the log.
+        unit: unit of the sizes, for the log, such as tokens.
+        capture: captures a step.
     """
     started = time.monotonic()
     try:
@@ -177,12 +178,13 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     Args:
         make_runner: makes a runner with inputs for graphs; dropped afterwards.
     """
-    capture_stream(torch.cuda.current_device())  # allocates its workspace now
+    # makes cuBLAS allocate its workspace now, outside the measurement
+    capture_stream(torch.cuda.current_device())
     free_before = _free_bytes()
     runner = make_runner()
     free_inputs = _free_bytes()
     needed = max(free_before - free_inputs, 0)
-    try:  # the engine logs a failure when it captures
+    try:  # the engine logs the failure later, when it captures
         needed += _measure_kind(runner.decode_graphs, DeviceCapture)
         needed += _measure_kind(runner.chunk_graphs, lambda: DeviceCapture().pieces)
     except CaptureError:

@@ -6,9 +6,8 @@ pinned buffer and copied at once, except the last tokens, which are on the devic
     source          | last_tokens by row ........ , spare | token_ids of this step .... |
     token_index       ^ sampled by the previous step        ^ known on the host
 
-After the step's requests, padding fills up the size: rows without query or slot, whose token
-and row are never read.
-Refuses to know: requests, models, graphs.
+After the step's requests, padding rows fill the captured size. They have no query and no KV slot,
+and their tokens are never read. Refuses to know: requests, models, graphs.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from engine.sampling.sampling_input import SamplingInput
 from engine.worker.block_table import BlockTable
 from engine.worker.inputs.prepared_step import ReplayStep
 
-_ALIGNMENT = 16  # bytes, for vector loads
+_ALIGNMENT = 16  # alignment in bytes, for vector loads
 _NO_SLOT = -1
 Ints = npt.NDArray[np.int64]
 
 
 class _Sections:
-    """Arrays side by side in one buffer of bytes, by name."""
+    """Arrays by name, placed one after another in one buffer of bytes."""
 
     def __init__(self, memory: Tensor, sizes: dict[str, tuple[torch.dtype, int]]) -> None:
         self.memory = memory  # [num_bytes] uint8
@@ -52,7 +51,7 @@ class _Sections:
 
 
 class GraphInputs:
-    """Static inputs of all captured sizes; those of smaller sizes are views of the largest's.
+    """Static inputs of all captured sizes; a smaller size uses views of the largest size's tensors.
 
     Args:
         sizes: captured numbers of requests, ascending.
@@ -121,7 +120,7 @@ class GraphInputs:
     # ------------------------------------------------------------------ on the host
 
     def size_for(self, num_requests: int) -> int | None:
-        """Return the captured size to pad a step of ``num_requests`` to; None: too many."""
+        """Return the captured size to pad ``num_requests`` to, or None if there are too many."""
         return next((size for size in self.sizes if size >= num_requests), None)
 
     def stage(
@@ -134,7 +133,7 @@ class GraphInputs:
         sampling: SamplingInput,
         deltas: Ints | None = None,
     ) -> ReplayStep:
-        """Write a step into the staging buffer (of two) that the previous step does not use.
+        """Write a step into the one of two staging buffers that the previous step does not use.
 
         Args:
             rows: `[num_requests]`, rows of the input batch.
@@ -143,7 +142,8 @@ class GraphInputs:
             block_tables: one per KV cache group.
             kernel_parameters: all arrays that `PARAMETER_TYPES` names except keys, with one value
                 per row of the input batch.
-            deltas: `[num_requests]`, positions for rotation minus ``positions``; None: all are 0.
+            deltas: `[num_requests]`, positions for RoPE minus ``positions``; None: all differences
+                are 0.
         """
         self._staging = 1 - self._staging
         arrays = self._arrays[self._staging]
@@ -182,7 +182,7 @@ class GraphInputs:
     # ------------------------------------------------------------------ on the device
 
     def upload(self, staged: ReplayStep) -> None:
-        """Launch the copies of a staged step into the inputs of the next replay."""
+        """Launch the copies of a staged step into the static inputs, before its replay."""
         host, num_groups = self._host[staged.staging], len(self.block_tables)
         entries = staged.num_requests * staged.num_blocks
         used = host.offsets["block_tables"] + num_groups * entries * torch.int32.itemsize
@@ -195,7 +195,7 @@ class GraphInputs:
             )
 
     def section(self, name: str, size: int) -> Tensor:
-        """Return `[size]` of a static input, at the same address for every size."""
+        """Return a static input's first ``size`` values; the address is equal for all sizes."""
         return self._device.tensors[name][:size]
 
     def sampling_tensors(self, size: int) -> dict[str, Tensor]:

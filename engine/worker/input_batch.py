@@ -25,12 +25,12 @@ from engine.worker.inputs.three_axes import RotaryPositions
 
 
 class InputBatch:
-    """Persistent host buffers (pinned if there is a GPU) and the copies to the device.
+    """Persistent host buffers (pinned with a GPU), and their copies on the device.
 
     There are two sets of buffers, as one step may be prepared while the previous one runs. A row of
     block ids and parameters belongs to one request until a plan assigns it to another. A token that
-    a running step samples is not known here; the next step reads it from ``last_tokens`` on the
-    device.
+    the running step samples is not known on the host; the next step reads the token from
+    ``last_tokens`` on the device.
 
     Args:
         max_num_requests: most requests in a step.
@@ -42,8 +42,8 @@ class InputBatch:
         max_blocks: most blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
-        graph_inputs: stages steps for replays; None: nothing is captured.
-        has_three_axes: whether the model rotates images' tokens by positions on three axes.
+        graph_inputs: stages steps for graph replays; None: no graphs are captured.
+        has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
         whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
             to each other. A step then has all embeddings of an image that it has no KV of.
 
@@ -120,7 +120,7 @@ class InputBatch:
         return kept or self._fill(StepColumns(plan, self._max_decode_rows), plan.images)
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
-        """Stage a step for a replay if possible; otherwise, call `fill`."""
+        """Stage a step for a graph replay if possible; otherwise, call `fill`."""
         self._read(plan)
         columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
@@ -142,8 +142,8 @@ class InputBatch:
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
         """Reuse the buffers of a decode step with the same requests; write only what changes.
 
-        Most steps are like this, and the unchanged parts take longest to make. Returns None if the
-        requests differ, or if the device reads other buffers.
+        Most steps repeat the previous step's requests, and the unchanged parts take longest to
+        make. Returns None if the requests differ, or if the device reads other buffers.
         """
         buffers, token_ids = self._spare, plan.token_ids
         kept = buffers.decodes
@@ -235,7 +235,7 @@ class InputBatch:
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
         row_ends = self._row_ends(images, positions)
-        # Reads positions in the sequence.
+        # reads positions in the sequence, not positions for RoPE
         groups = self._groups(columns, token_rows, positions, row_ends)
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
@@ -259,9 +259,9 @@ class InputBatch:
         return step
 
     def _rotary_positions(self, token_rows: Ints, positions: Ints) -> Tensor:
-        """Return the positions for rotation, on the device; see `ModelInput`.
+        """Return positions for RoPE, on the device; see `ModelInput`.
 
-        The positions in the buffer are replaced, once nothing else reads them.
+        Overwrites the positions in the buffer, so call this when no other code needs them.
         """
         num_tokens = len(positions)
         if self._rotary.is_active:
@@ -315,7 +315,7 @@ class InputBatch:
         positions: Ints,
         row_ends: Tensor | None = None,
     ) -> tuple[AttentionMetadata | StateMetadata, ...]:
-        """Make the metadata of each group; groups differ in their blocks.
+        """Make the attention metadata of each group; groups differ in their blocks.
 
         Args:
             row_ends: ends of the keys that tokens see in `whole_image_groups`.
@@ -357,7 +357,7 @@ class InputBatch:
         return tuple(groups)
 
     def _read(self, plan: StepPlan) -> None:
-        """Write a plan's changes into the rows."""
+        """Apply a plan's new rows and new blocks."""
         for new in plan.new_rows:
             self._rows.place(new)
             if self._has_three_axes:

@@ -1,13 +1,13 @@
 """The KV cache: its shape, size and tensor. Layout: architecture section "Layout".
 
-Block-major: all layers of a block are one contiguous range, which suits a push to another machine.
-In a uniform model there is one group, and a block holds all layers:
+Block-major: all layers of a block form one contiguous range, so that a hand-off copies few, long
+ranges. In a uniform model there is one group, and a block holds all layers:
 
     [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]
     [num_blocks, 1, num_kv_heads, layers_per_group, 2, block_size, head_dim]     ordered by heads
 
-If layers keep different things (latents, states, other heads), a block is a run of bytes with a
-view for each layer. Blocks of all groups have equal size; unused bytes are at the end.
+If layers keep different arrays (latents, states, other numbers of heads), a block is a run of bytes
+with a view for each layer. Blocks of all groups have equal size; unused bytes are at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KVCacheSpec:
         block_size: tokens per block.
         dtype: dtype of keys, values and latents.
         compute_dtype: dtype of activations, and of states without their own dtype.
-        kv_scales: digest of the factors for stored numbers; empty: no scales.
+        kv_scales: digest of the scales of stored keys and values; empty: no scales.
         rank: number of this rank within its stage.
         num_ranks: number of ranks of a stage, which share its layers, and so a block.
         stage: pipeline stage of this rank.
@@ -67,7 +67,7 @@ class KVCacheSpec:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Return each group's window, in tokens: the next token and those before; None: all."""
+        """Return each group's window, in tokens, the current one included; None: no window."""
         return tuple(group.kv.retained_tokens for group in self.groups)
 
     @property
@@ -77,7 +77,7 @@ class KVCacheSpec:
 
     @property
     def num_null_blocks(self) -> int:
-        """Return how many blocks no request gets: the null block, if any group has a window."""
+        """Return how many blocks no request gets: 1 (the null block) if any group has a window."""
         return int(any(window is not None for window in self.sliding_windows))
 
     @property
@@ -104,7 +104,8 @@ class KVCacheSpec:
             )
             for group in self.groups
         ]
-        if len({group.arrays for group in groups}) == 1:  # give small groups as many places
+        # give groups with few layers as many places as the largest group
+        if len({group.arrays for group in groups}) == 1:
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
             if self.by_heads and all(isinstance(group.kv, PagedKV) for group in self.groups):
@@ -150,7 +151,7 @@ class KVCacheSpec:
 
     @property
     def _plain(self) -> tuple[int, ...] | None:
-        """Return ``(layers, *shape)`` if all layers keep the same single array, else None."""
+        """Return ``(layers, *shape)`` if all layers keep one array of equal shape, else None."""
         manifest = self.manifest
         first, *others = manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
@@ -196,7 +197,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVMemory:
-    """The KV cache of one worker, as nodes see it.
+    """One worker's KV cache, as connectors see it.
 
     Attributes:
         tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; never moves, as a
@@ -222,7 +223,7 @@ class KVMemory:
 
     @property
     def layers_per_group(self) -> int:
-        """Return into how many layers blocks can be cut; 1: they cannot be cut."""
+        """Return how many layers a block can be split into; 1: a block cannot be split."""
         return self.manifest.layers_per_unit if self.spec.tensor_dtype == self.spec.dtype else 1
 
     @property
@@ -231,7 +232,7 @@ class KVMemory:
         return dtype_name(self.spec.dtype)
 
     def fence(self) -> Callable[[], bool] | None:
-        """Return a query whether a GPU has done all work launched so far; None: it is done.
+        """Return a function that tells whether all GPU work launched so far is done; None: it is.
 
         Call this on the computing thread; any thread may call the query.
         """
@@ -259,8 +260,8 @@ def kv_cache_spec(
         block_size: tokens per block; 0: 16, or more if the model's states need more.
         scales: scales of each layer's keys and values, for a float8 cache.
         compute_dtype: dtype of activations; None: ``dtype``.
-        ranks: this rank's number in its stage, and the number of ranks there. Groups are made for
-            the whole model.
+        ranks: this rank's number in its stage, and the number of ranks there. Groups cover the
+            layers of all stages.
         stages: number of this rank's stage, and number of stages.
         by_heads: whether keys and values are ordered by head, where possible.
 
@@ -298,7 +299,7 @@ def choose_num_blocks(
     """Return how many blocks the configured memory holds; raises ConfigError if fewer than two.
 
     Args:
-        measure_bytes: returns the memory for blocks if nothing is configured.
+        measure_bytes: returns the bytes available for blocks; called if no size is configured.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -318,7 +319,8 @@ def choose_max_model_len(
 ) -> int:
     """Return the most tokens of one request: limited by the model, and by the whole cache.
 
-    A request starts with blocks for all its tokens in every group, so windows save nothing.
+    A request starts with blocks for all its tokens in every group, so sliding windows do not raise
+    the limit.
 
     Args:
         num_blocks: number of blocks in the cache.
@@ -350,10 +352,10 @@ def choose_max_model_len(
 def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
     """Allocate the cache tensor, `[num_blocks, *spec.block_shape]`.
 
-    Zeroed, so that positions that attention masks out are never NaN. Allocated once and kept until
-    the process ends, as peers may write into it. On a CPU, the kernel allocates pages on their
-    first write, so an unused cache costs nothing (see ``host/pages_ahead.py``). The cache asks for
-    huge pages, as attention jumps between blocks.
+    The memory is zeroed, so that masked positions are never NaN. It is allocated once and kept
+    until the process ends, as peers may write into it. On a CPU, the kernel allocates pages on
+    their first write, so an unused cache costs nothing (see ``host/pages_ahead.py``). The cache
+    asks for huge pages, as attention reads scattered blocks.
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":

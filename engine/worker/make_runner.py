@@ -29,7 +29,7 @@ from models.parallel.group import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, and how its runners compute.
+    """A model on its device, with the settings of its runners.
 
     Attributes:
         spec: layout of the KV cache.
@@ -60,8 +60,8 @@ def make_model_runner(
     """Make a runner with its own attention backends and buffers, on the cache's device.
 
     Args:
-        with_graphs: make inputs for graphs of decode steps.
-        with_chunks: make inputs for graphs of steps with prompts.
+        with_graphs: whether to make static inputs for graphs of decode steps.
+        with_chunks: whether to make static inputs for graphs of steps with prompts.
         samples_on_device: whether to sample on the device; None: on a GPU with Triton only.
     """
     spec, config, device = loaded.spec, loaded.config, kv_cache.device
@@ -131,5 +131,5 @@ def _whole_image_groups(loaded: LoadedModel) -> tuple[int, ...]:
 
 
 def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:
-    """Return a new backend for each group with attention."""
+    """Return a new attention backend for each group, or None for groups of states."""
     return tuple(None if name is None else ATTENTION_BACKENDS.load(name)() for name in names)

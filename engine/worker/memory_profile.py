@@ -1,7 +1,7 @@
-"""Memory profile: the memory that weights and activations leave for the KV cache.
+"""Memory profile: how much memory weights and activations leave for the KV cache.
 
-Computes the largest step once and reads the peak. Refuses to know: the contents of the step, the
-use of the result.
+Computes the largest step once and reads the peak of memory use. Refuses to know: the step's
+contents, what the result is used for.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from models.parallel.group import ALONE
 
 logger = logging.getLogger(__name__)
 
-# A limit, as several nodes that do not know each other may share a machine.
+# Default limit of a CPU's KV cache, in bytes, as several independent nodes may share a machine.
 MAX_CPU_CACHE_BYTES = GIB
-# If weights and cache fit this many times into a CPU's memory, steps cannot exhaust it.
+# If weights and KV cache fit this many times into a CPU's memory, a step's activations always fit,
+# too.
 PLENTY = 8
 
 
@@ -42,9 +43,9 @@ class MemoryProfile:
         used: memory used by this process (weights included) and by others, before activations.
         weights: memory of the model's weights.
         activations: additional memory of the largest step.
-        graphs: memory that captured steps keep.
+        graphs: memory of CUDA graphs.
         utilization: share of ``total`` for weights, activations, graphs and KV cache together.
-        largest_cache: most bytes of the KV cache, however much is free.
+        largest_cache: most bytes of the KV cache, even if more is free.
     """
 
     total: int
@@ -67,7 +68,7 @@ class MemoryProfile:
 
     @property
     def has_plenty(self) -> bool:
-        """Return whether the KV cache gets `largest_cache`, whatever activations take."""
+        """Return whether the KV cache gets `largest_cache` even without measuring activations."""
         return self.room >= PLENTY * (self.weights + self.largest_cache)
 
     def __str__(self) -> str:
@@ -81,10 +82,10 @@ class MemoryProfile:
 
 
 def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
-    """Return the size of the KV cache, and log its reasons in one line.
+    """Return the size of the KV cache, and log the sizes that it follows from in one line.
 
-    Computes a dummy of the largest step, but not on a CPU with plenty of memory: the step would
-    take time, and the process would keep its memory.
+    Computes a dummy of the largest step, except on a CPU with plenty of memory, where the step
+    would only cost time and memory.
 
     Raises ConfigError if two blocks, or on a GPU the largest step, do not fit.
     """
@@ -92,9 +93,9 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     everyone, utilization = loaded.ranks.everyone, config.memory_utilization
     total, used = _total_and_used(device)
     if device.type == "cpu":
-        # A file's mapped pages count as free memory, but every step reads them.
+        # Mapped pages of weight files count as free memory, but every step reads them.
         used += model.mapped_bytes
-        # All ranks use the same CPU memory.
+        # All ranks share the CPU's memory.
         used += (total - used) * (everyone.size - 1) // everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
@@ -110,9 +111,9 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     if device.type == "cpu" and everyone.size == 1 and profile.has_plenty:
         logger.info("memory of %s: %s; activations are not measured", device, profile)
         return profile.kv_cache_bytes
-    # No request is longer than the largest possible cache.
+    # A request cannot be longer than the largest possible cache.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
-    if everyone.size > 1:  # all ranks must compute the same step
+    if everyone.size > 1:  # all ranks must compute equal steps
         num_tokens = int(everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
@@ -137,7 +138,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
 
 
 def _measure_peak(loaded: LoadedModel, step: StepPlan) -> int:
-    """Return the bytes that computing ``step`` takes beyond allocated memory."""
+    """Return the peak memory of ``step``, in bytes, beyond what is allocated before."""
     device = loaded.device
 
     def compute() -> None:
@@ -153,7 +154,7 @@ def _measure_peak(loaded: LoadedModel, step: StepPlan) -> int:
 
 
 def _measure_graphs(loaded: LoadedModel, longest: int) -> int:
-    """Return the bytes of graphs for requests of up to ``longest`` tokens."""
+    """Return the bytes of CUDA graphs for requests of up to ``longest`` tokens."""
     where = loaded.config, loaded.device, loaded.backends
     with_graphs = reason_against_graphs(*where) is None
     with_chunks = reason_against_chunks(*where, loaded.ranks) is None

@@ -30,17 +30,17 @@ class ModelRunner:
     """Runs a model over the paged cache.
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
-    There are two sets of buffers: a step may be prepared and launched while the previous one runs,
-    if the step before that has been waited for. Steps are launched in order, and read the previous
-    step's tokens on the device.
+    There are two sets of buffers: a step may be prepared and launched while the previous step runs,
+    once the step before the previous one has ended. Steps are launched in order, and read the
+    previous step's tokens on the device.
 
-    If the host samples, launching a step waits for the step.
+    If the host samples, `launch` also waits until the step has ended.
 
     Args:
         forward: runs the model, eagerly or by captured graphs.
         input_batch: persistent input buffers on the model's device.
         sampler: draws tokens.
-        ranks: the ranks that share the model; the leader samples for all.
+        ranks: the ranks that share the model; the leader samples for all ranks.
         sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
         drafting: makes drafts after each step, once its tokens are known; None: no drafts.
@@ -62,14 +62,14 @@ class ModelRunner:
     ) -> None:
         self._forward, self._context = forward, forward.context
         self._drafting, self._sampler = drafting, sampler
-        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched
+        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, not launched yet
         self._model = forward.context.model
         self._pooler = Pooler(self._model, is_last_stage=ranks.is_last_stage)
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._sends_tokens = sends_tokens and ranks.everyone.size > 1
-        self._rows_to_receive: Tensor | None = None  # rows whose tokens are still at the leader
+        self._rows_to_receive: Tensor | None = None  # rows whose sampled tokens only the leader has
         self._device = device = input_batch.device
         self.encodings = Encodings(self._model, device)
         self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
@@ -87,7 +87,8 @@ class ModelRunner:
         """Write a step's inputs into the rows and buffers.
 
         Args:
-            eager: whether the step will be launched with a callback, and so cannot be replayed.
+            eager: whether `launch` will get an ``after_layer`` callback, so that no graph can be
+                replayed.
         """
         batch = self._input_batch
         eager = eager or plan.images is not None or self.decode_graphs.graphs is None
@@ -101,7 +102,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive what other ranks have sent to this runner, as another one would mistake it."""
+        """Receive tensors still sent to this runner, which the next runner would read otherwise."""
         self._receive_tokens()
 
     @torch.inference_mode()
@@ -116,7 +117,8 @@ class ModelRunner:
             if not self._sampler.needs_host(prepared.sampling):
                 launched = self._launched_step(prepared, token_ids, {}, started_at)
                 return self._add_drafts(launched, hidden, hooks)
-            # Compute all logits again, which is rare: keeping them would take memory in every step.
+            # Recompute all logits for prompt logprobs, which are rare: keeping logits would cost
+            # memory in every step.
             logits = self._model.compute_logits(hidden)
             launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
             graphs.correct(prepared, token_ids)
@@ -192,7 +194,7 @@ class ModelRunner:
         return self._add_drafts(launched, hidden_states, hooks)
 
     def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
-        """Return the logits of some of the step's tokens, `[n, vocab_size]`."""
+        """Return the logits of some rows of the hidden states, `[n, vocab_size]`."""
         return self._model.compute_logits(hidden[rows.start : rows.stop], inputs.adapters_of(rows))
 
     def _add_drafts(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
@@ -206,7 +208,7 @@ class ModelRunner:
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
         is_known = launched.ended_at is not None and launched.token_ids is None
         if not step.rows or (step.is_silent and is_known):
-            # No drafts are made; the drafter only reads the result.
+            # No drafts are made now; the drafter only stores the result.
             self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
             return launched
         output = launched.wait()
@@ -220,7 +222,7 @@ class ModelRunner:
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
 
     def _receive_tokens(self) -> None:
-        """Receive the tokens that the leader sampled last, unless they are here already."""
+        """Receive the tokens that the leader sampled last, unless they were received already."""
         rows, self._rows_to_receive = self._rows_to_receive, None
         if rows is not None:
             token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)

@@ -1,7 +1,7 @@
-"""Pooler: computes the numbers of pooled requests from a step's hidden states.
+"""Pooler: computes the results of pooled requests (embeddings, scores) from hidden states.
 
-A mean over several steps keeps its sum between them. The sum adds one token after the other in
-float64, so its bits depend neither on the steps that divide a prompt nor on other requests.
+For mean pooling, a sum is kept between a prompt's steps. Tokens are added one after the other in
+float64, so the sum's bits depend neither on prompt chunks nor on other requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Pooler:
     """Pools the requests of one model runner.
 
     Args:
-        is_last_stage: whether this rank has the last layer; other stages pool nothing.
+        is_last_stage: whether this rank's stage has the last layer; other stages pool nothing.
     """
 
     def __init__(self, model: CausalLM, *, is_last_stage: bool) -> None:
@@ -29,7 +29,7 @@ class Pooler:
         self._kept: dict[int, Tensor] = {}
 
     def pool(self, hidden: Tensor, step: PreparedStep) -> dict[str, Tensor]:
-        """Return the numbers, float32, of requests whose prompt ends in this step, by request id.
+        """Return the results, float32, of requests whose prompt ends in this step, by request id.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, the step's hidden states after the last norm.
@@ -57,9 +57,9 @@ class Pooler:
         self._kept[rows.row] = terms.cumsum(dim=0)[-1].clone()
 
     def _numbers(self, own: Tensor, rows: PooledRows, step: PreparedStep) -> Tensor:
-        """Return a request's numbers, given its last chunk's hidden states.
+        """Return a request's pooled result, given its last chunk's hidden states.
 
-        The numbers are a copy, never a view of the hidden states.
+        The result is a copy, never a view of the hidden states.
         """
         match rows.params.kind:
             case PoolingKind.CLS:

@@ -1,8 +1,8 @@
 """Dummy steps at start: compile kernels, measure a step's memory, and check the weights.
 
-A kernel compiles when first launched, and again for certain other sizes. On a GPU, dummy steps
-spend some seconds on this at start, so that no request waits. All dummies read and write a cache of
-one block. Refuses to know: schedulers, the amount of memory.
+A kernel is compiled when first launched, and again for certain other sizes. On a GPU, dummy steps
+compile kernels for some seconds at start, so that no request has to wait. All dummy steps use a
+cache of one block. Refuses to know: schedulers, the amount of memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
-_CHECKED_PROMPTS = 4  # several, because a model may compute NaN for an odd token
+_CHECKED_PROMPTS = 4  # several: a model may give NaN for one odd prompt length
 _PROMPT_TOKENS = 2  # length of a dummy prompt; one token would make a decode step
 
 
@@ -74,7 +74,7 @@ def check_numbers(loaded: LoadedModel) -> None:
 
 
 def too_large(num_tokens: int, where: str) -> ConfigError:
-    """Return the error for a largest step that does not fit a device."""
+    """Return the error that the largest step does not fit a device."""
     return ConfigError(
         f"max_model_len: a step with a request of {num_tokens} tokens does not fit {where}; "
         "lower it, or long_prefill_token_threshold"
@@ -84,8 +84,8 @@ def too_large(num_tokens: int, where: str) -> ConfigError:
 def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> StepPlan:
     """Return the step that needs most memory: as many tokens and requests as a step may have.
 
-    The first request computes the last chunk of a prompt of ``max_seq_len`` tokens; the others
-    compute their first chunk. Every request samples. All use block 0.
+    The first request computes the last chunk of a prompt of ``max_seq_len`` tokens; the other
+    requests compute first chunks. Every request samples. All use block 0.
     """
     left, dummies = config.max_num_batched_tokens, list[tuple[int, int]]()
     for index in range(config.max_num_requests):
@@ -99,13 +99,13 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
 def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
     """Yield prompts and decodes of 1 and 2 requests, of powers of two, and of the most requests.
 
-    These steps sample on the device, the largest step does not. Triton compiles separately
-    for a size of 1, and attention plans decodes by the next power of two.
+    Unlike the largest step, these steps sample on the device. Triton compiles separately for a size
+    of 1, and attention plans decodes by the next power of two.
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}
-    # (tokens of a request, computed ones of these, drafts among the computed). All kinds but the
-    # first are decodes.
+    # (tokens of a request, how many of these are computed, how many of those are drafts); all kinds
+    # but the first are decodes
     kinds = [(_PROMPT_TOKENS, _PROMPT_TOKENS, 0), (_PROMPT_TOKENS, 1, 0)]
     if config.max_num_drafts:
         num_computed = 1 + config.max_num_drafts
@@ -126,7 +126,7 @@ def _plan(
     """Plan a step of requests in block 0, all of which sample.
 
     Args:
-        dummies: each request's number of tokens, and how many of the last ones to compute.
+        dummies: each request's number of tokens, and how many of its last tokens to compute.
         num_drafts: most drafts among a request's computed tokens.
     """
     shares: list[int] = []

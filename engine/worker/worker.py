@@ -20,6 +20,7 @@ from baton.api.changes import SleepLevel
 from baton.api.errors import ConfigError, ModelLoadError
 from baton.checkpoint.weights_cache import WeightsCache
 from baton.engine_config import EngineConfig
+from baton_kernels.attention import wanted_block_size
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
@@ -78,11 +79,11 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Computes the steps of a model on one device.
+    """A worker: computes the steps of a model, or a part of it, on one device.
 
     Attributes:
         config: the options, resolved for the device.
-        linear_weights: description of the linear layers' weights (`Executor`).
+        linear_weights: description of the linear layers' weights; see `Executor`.
         max_model_len: most tokens of one request, limited by the model and the KV memory.
         runs_ahead: whether a step may be launched before the previous one has ended.
         runner: computes the steps.
@@ -94,7 +95,7 @@ class Worker:
         Args:
             model_folder: the model's folder, in Hugging Face layout.
             config: the options, equal on all ranks.
-            ranks: the ranks that share the model, which all do this at the same time.
+            ranks: the ranks that share the model, whose workers are all made at the same time.
 
         Raises:
             ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -103,8 +104,8 @@ class Worker:
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
-        # On a CPU, scheduling would slow the forward, so only a GPU runs ahead by default. Pipeline
-        # stages must run ahead: each stage computes a step while the previous stage computes the
+        # Run ahead by default only on a GPU: on a CPU, scheduling would slow the forward. Pipeline
+        # stages must run ahead, as each stage computes a step while the previous stage computes the
         # next step.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
@@ -134,7 +135,7 @@ class Worker:
         backends = choose_backends(spec, config, device, model.config)
         loaded = LoadedModel(model, spec, config, device, backends, ranks)
         num_blocks = choose_num_blocks(spec, config, lambda: measure_kv_cache_bytes(loaded))
-        if ranks.everyone.size > 1:  # the smallest number of any rank
+        if ranks.everyone.size > 1:  # the smallest number over all ranks
             rooms = ranks.everyone.all_gather(torch.tensor([num_blocks], device=device))
             num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
@@ -161,7 +162,7 @@ class Worker:
         scales = _scales_of_all_stages(model.kv_scales, ranks, self.device)
         return kv_cache_spec(
             (*model.kv_layers, *of_drafter),
-            config.block_size,
+            config.block_size or wanted_block_size(config.attention_backend),
             choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype),
             (*scales, *[(1.0, 1.0)] * len(of_drafter)),
             self.dtype,
@@ -185,9 +186,9 @@ class Worker:
         )
 
     def _make_adapter_slots(self, model: CausalLM, ranks: Ranks) -> AdapterSlots | None:
-        """Make room for adapters beside a loaded model; None if there are to be none.
+        """Allocate slots for adapters of a loaded model; None if adapters are disabled.
 
-        Raises ConfigError on a GPU, where adapters are not computed.
+        Raises ConfigError on a GPU, where adapters are not supported.
         """
         if not self.config.max_adapters:
             return None
@@ -204,16 +205,19 @@ class Worker:
         self._adapters.check(files)
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        """Pack an adapter's numbers for `load_adapter`; safe from any thread, while steps go on.
+        """Pack an adapter's weights for `load_adapter`; safe from any thread, during steps.
 
         Returns the packed size in bytes; raises AdapterError.
         """
         assert self._adapters is not None, "max_adapters is 0"
-        with on_one_thread():  # all other threads compute steps
+        with on_one_thread():  # on one thread, as all other threads compute steps
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core inside this context, where a thread computes; safe from any thread."""
+        """Lend no core inside this context, as the calling thread computes.
+
+        Safe from any thread.
+        """
         return nullcontext() if self._lent_cores is None else self._lent_cores.keep()
 
     def load_adapter(self, adapter: Adapter) -> int:
@@ -229,17 +233,17 @@ class Worker:
     # ------------------------------------------------------------------ other weights
 
     def begin_weights(self, folder: str, is_kept: bool) -> None:
-        """Begin to load new weights while steps go on; see `weights_problem`.
+        """Begin to load new weights while steps continue; see `weights_problem`.
 
         Args:
             folder: the weights, with the configuration of this worker's model.
-            is_kept: whether the files stay, so that their packed form is worth a place in the
-                user's cache.
+            is_kept: whether the files are permanent, so that their packed form should be cached on
+                disk.
         """
         self._weights.begin(Path(folder), is_kept=is_kept)
 
     def weights_problem(self) -> str | None:
-        """Return why the new weights cannot be used; empty: they can; None: they still load."""
+        """Return why the new weights cannot be used; empty: usable; None: still loading."""
         return self._weights.problem
 
     def use_weights(self) -> None:
@@ -247,7 +251,7 @@ class Worker:
         self._weights.use()
 
     def drop_weights(self) -> None:
-        """Forget the new weights."""
+        """Drop the new weights."""
         self._weights.drop()
 
     def sleep(self, level: str, keeps_kv_memory: bool) -> None:
@@ -274,14 +278,14 @@ class Worker:
         )
 
     def _load_checked(self, folder: Path, is_kept: bool) -> LoadedWeights:
-        """Load other weights for this worker's model, on a thread of its own.
+        """Load and check other weights for this worker's model; runs on a separate thread.
 
         Raises:
             ModelLoadError: a tensor is missing, unknown, of another shape or dtype, or not finite;
-                or layers would be computed or cached in another way than the old ones.
+                or layers would be computed or cached in another way than those of the old weights.
         """
         make_current(self.device)
-        with on_one_thread():  # all other threads compute steps
+        with on_one_thread():  # on one thread, as all other threads compute steps
             check_finite(folder, ModelConfig.from_folder(folder))
             model = self._load_model(folder, is_kept=is_kept)
             if describe_weights(self.config.weights, self._packer, model) != self.linear_weights:
@@ -302,7 +306,7 @@ class Worker:
         self.runner = self._make_runner(self._frame(loaded.model), loaded.drafter)
 
     def num_blocks(self) -> int:
-        """Return the number of KV blocks; the engine calls this on all workers."""
+        """Return the number of KV blocks; called by the engine on all workers."""
         return self.kv_memory.num_blocks
 
     def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:
@@ -311,23 +315,25 @@ class Worker:
 
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         """Launch a prepared step, on any thread."""
-        make_current(self.device)  # another thread may have loaded the model
+        # another thread may have loaded the model, which sets its own device
+        make_current(self.device)
         if self._lent_cores is not None:
             self._lent_cores.borrow()
-            if isinstance(step, PreparedStep) and step.has_prompts:  # cores may change meanwhile
+            # the lent cores may change meanwhile
+            if isinstance(step, PreparedStep) and step.has_prompts:
                 after_layer = self._lent_cores.between_layers(hooks.after_layer)
                 hooks = replace(hooks, after_layer=after_layer)
         return self.runner.launch(step, hooks)
 
     def rest(self) -> None:
-        """Note that nothing can be launched now, so that cores can be lent."""
+        """Note that no step can be launched now, so that other nodes may use the cores."""
         if self._lent_cores is not None:
             self._lent_cores.rest()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
         """Populate memory for a few KV blocks ahead; return whether more is left to do.
 
-        Does nothing while another node computes on this node's cores, as this would slow that node.
+        Does nothing while another node computes on this node's cores, to avoid slowing it.
         """
         if self._lent_cores is not None and self._lent_cores.are_taken():
             return False

@@ -1,7 +1,7 @@
 """The ops that a model may call; ``baton_kernels.dispatch`` chooses implementations.
 
 Each op is defined by its namesake in ``baton_kernels.reference``; ``baton_kernels.ops`` has the
-signatures. Refuses to know: models, requests, the origin of tensors.
+signatures. Refuses to know: models, requests, what tensors mean.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Choose the ops' implementation for a tensor: C on CPUs, Triton on GPUs, else the reference.
+"""Chooses the ops' implementation for a tensor: C on CPUs, Triton on GPUs, else the reference.
 
-No other module chooses. Refuses to know: the ops' meaning.
+No other module chooses implementations. Refuses to know: what the ops compute.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TRITON = {
 
 @functools.cache
 def _triton_ops() -> Ops:
-    """Load the Triton ops; if a module cannot be imported, take the reference's op."""
+    """Load the Triton ops; an op whose module cannot be imported is the reference's."""
     ops: Any = SimpleNamespace(
         packed_linear=reference.packed_linear,
         packed_gated_linear=reference.packed_gated_linear,

@@ -1,4 +1,4 @@
-"""Host memory in huge pages, for data read in long streams or with far jumps.
+"""Host memory in huge pages, which speed up long sequential reads and scattered reads.
 
 Refuses to know: the data.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 
 _HUGE_PAGE = 2**21
 _CHUNK = 64 * 2**20
-_LINE = 64  # bytes; tensors begin at multiples of a cache line
+_LINE = 64  # alignment in bytes: tensors begin at multiples of a cache line
 
 
 def huge_pages(num_bytes: int) -> Tensor:
     """Allocate `[num_bytes]` zero bytes, from the beginning of a huge page.
 
-    Memory is used only once written, in huge pages if the kernel has free ones and grants them on
-    request.
+    The kernel allocates memory when it is first written, in huge pages if huge pages are free and
+    allowed.
 
     Raises:
         OSError, OverflowError: there is not enough memory.
@@ -37,15 +37,18 @@ def huge_pages(num_bytes: int) -> Tensor:
 class WeightMemory:
     """Allocates tensors one after another in huge pages.
 
-    A tensor that torch allocates alone uses huge pages only where it covers whole pages: half of
-    its memory, if it has a few MiB.
+    A tensor that torch allocates alone uses huge pages only where it covers whole ones: about half
+    of a tensor of a few MiB.
     """
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate as ``torch.empty`` does; memory is freed with the last tensor of its chunk."""
+        """Allocate a tensor, with the arguments of ``torch.empty``.
+
+        Memory is freed with the last tensor of its chunk.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)

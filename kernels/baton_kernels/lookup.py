@@ -1,6 +1,6 @@
 """Find an earlier occurrence of a text's last tokens; on the host, in C if possible.
 
-Refuses to know: requests, the use of the place.
+Refuses to know: requests, what the found tokens are used for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
     Args:
         tokens: `[num_tokens]`.
-        least, most: length of the run; a match longer than ``most`` is not preferred.
+        least, most: limits of the run's length; longer matches than ``most`` are not searched.
 
     Returns:
         The position after the latest earlier copy; -1: no earlier copy.
@@ -38,7 +38,7 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
 
 class Text:
-    """A growing text of tokens, in which its last tokens can be looked up."""
+    """A growing text of tokens, with look-up of earlier occurrences of its last tokens."""
 
     def __init__(self) -> None:
         ops = native_ops()
@@ -61,7 +61,7 @@ class Text:
         """Return the tokens after the copy that `find_run` finds; empty without a copy.
 
         If the text ends before ``num_tokens`` are found, the tokens after the copy are repeated: a
-        text that repeats itself probably goes on repeating.
+        repeating text probably continues to repeat.
 
         Args:
             num_tokens: number of tokens to return.

@@ -1,15 +1,15 @@
-"""LowRank: the matrices by which an adapter changes one layer's output, for CPUs and for GPUs.
+"""LowRank: the matrices by which a LoRA adapter changes one layer's output, for CPUs and for GPUs.
 
     out = out * gains + (x @ A.T) @ B.T + shifts
 
 Several modules of an adapter may change one layer, such as query, key and value of a joined
-projection. Their rows of A lie one behind another, and each has a B of its own::
+projection. Their rows of A are stacked, and each module has a separate B::
 
     A = [ A of q ]    B of q --> columns of q
         [ A of k ]    B of k --> columns of k
         [ A of v ]    B of v --> columns of v
 
-Refuses to know: files, which request a row belongs to, what computes the products.
+Refuses to know: files, which request a row belongs to, which kernel computes the products.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LowRankPart:
     """The columns of a layer's output that one module of an adapter changes.
 
     Attributes:
-        first_rank: the first of the rows of A that belong to this module.
-        first_column: the first of the columns.
+        first_rank: first of this module's rows of A.
+        first_column: first of the columns.
         b: ``[num_columns, rank]``, with the adapter's scale.
         gains: ``[num_columns]`` float32, factors of the layer's own product; None: all are 1.
         shifts: ``[num_columns]`` float32, added to the columns; None: all are 0.
@@ -44,12 +44,12 @@ class LowRankPart:
 
     @property
     def ranks(self) -> slice:
-        """Return this module's rows of A."""
+        """Return this module's range of rows of A."""
         return slice(self.first_rank, self.first_rank + self.b.in_features)
 
     @property
     def columns(self) -> slice:
-        """Return the columns that the module changes."""
+        """Return the range of columns that the module changes."""
         return slice(self.first_column, self.first_column + self.b.out_features)
 
 
@@ -59,7 +59,7 @@ class LowRank:
 
     Attributes:
         a: ``[rank, in_features]``, the rows of all parts.
-        parts: the modules; none changes a column that another one changes.
+        parts: the modules; no two change the same column.
     """
 
     a: PackedWeight
@@ -75,13 +75,13 @@ class LowRank:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory."""
+        """Return the size in memory, in bytes."""
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankSpan:
-    """Neighbouring rows of a step that have one adapter: ``[first, end)``."""
+    """The rows ``[first, end)`` of a step, which use one adapter."""
 
     first: int
     end: int
@@ -92,14 +92,15 @@ class LowRankSpan:
 class LowRankSlots:
     """Adapters' matrices for one layer on a GPU, at addresses that do not change.
 
-    A slot has one adapter or none. A CUDA graph that holds the launches stays right when a slot
-    gets another adapter.
+    A slot has one adapter or none. A captured CUDA graph stays valid when a slot gets another
+    adapter.
 
     Attributes:
         a: ``[num_slots, num_parts, max_rank, in_features]``.
         b: ``[num_slots, out_features, max_rank]``, with the adapters' scale.
         ranks: ``[num_slots, num_parts]`` int32; 0: the adapter does not change the part's columns.
-        first_columns: ``[num_parts + 1]`` int32, the first column of each part; then the end.
+        first_columns: ``[num_parts + 1]`` int32, the first column of each part, then the end of the
+            last part.
         most_columns: columns of the widest part.
         gains: ``[num_slots, out_features]`` float32, factors of the layer's own product; None: all
             are 1.
@@ -136,7 +137,7 @@ class LowRankSlots:
             like: a tensor of the matrices' device and dtype.
             max_rank: largest rank of a module.
             in_features: inputs of the layer.
-            columns: number of columns of each part, which lie one behind another.
+            columns: number of columns of each part; parts are adjacent.
             has_gains: whether adapters may have gains and shifts.
         """
         ends = list(accumulate(columns))
@@ -178,10 +179,10 @@ class LowRankSlots:
         self.ranks[slot, part] = rank
 
     def clear(self, slot: int) -> None:
-        """Take a slot's adapter away."""
+        """Remove a slot's adapter."""
         self.ranks[slot] = 0
 
     def columns(self, part: int) -> slice:
-        """Return the columns that a part changes."""
+        """Return the range of columns that a part changes."""
         first, end = self.first_columns[part : part + 2].tolist()
         return slice(first, end)

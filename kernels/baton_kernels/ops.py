@@ -1,4 +1,4 @@
-"""Ops: the signatures of the ops that each implementation has, for type checkers."""
+"""Ops: the signatures of all ops, for type checkers; each implementation has all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton_kernels.state_metadata import StateMetadata
 
 
 class Ops(Protocol):
-    """The ops; ``baton_kernels.reference`` defines each under the same name."""
+    """A set of ops; ``baton_kernels.reference`` defines each op under the same name."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

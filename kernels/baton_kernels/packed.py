@@ -1,4 +1,4 @@
-"""A linear layer's weight in the panels and number formats that CPU kernels read.
+"""PackedWeight: a linear layer's weight in the panels and number formats that CPU kernels read.
 
 Refuses to know: layers, kernels.
 """
@@ -16,24 +16,24 @@ from torch.nn import functional
 
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_CAPABILITY = (8, 9)  # compute capability of GPUs that have float8 (Ada, Hopper)
-# Most inputs that share a scale in weights of codes.
+FLOAT8_CAPABILITY = (8, 9)  # least compute capability of GPUs with float8 (Ada, Hopper)
+# Most inputs that share a scale, in weights that are stored as integer codes.
 INPUT_BLOCK = 64
-# Number of inputs whose groups share a factor, if scales are multiples of factors.
+# Number of inputs that share a factor, if scales are stored as multiples of a factor.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
-FLOAT8_GROUP = 128  # float8: a multiple of this many inputs has one scale
+FLOAT8_GROUP = 128  # float8: group sizes are multiples of this number of inputs
 # Bits of a code -> rows are padded to a multiple of this number of inputs.
 _STEPS = {8: 8, 6: 16, 4: 8}
 # Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled to be integers; in the order of
 # codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_QUAD = 4  # adjacent codes of one output
-_PAIR = 2  # adjacent bfloat16 weights of one output
+_QUAD = 4  # adjacent codes of one output that are read together
+_PAIR = 2  # adjacent bfloat16 weights of one output that are multiplied together
 
 
 class WeightFormat(Enum):
-    """Formats of a packed weight's numbers."""
+    """Number formats of a packed weight."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -42,19 +42,19 @@ class WeightFormat(Enum):
     INT8_WEIGHT_ONLY = "int8-weight-only"
     # e4m3 with a scale per output, or per 128 of its inputs; inputs are not rounded.
     FP8 = "fp8"
-    # Codes of 8 bits; rows that Baton rounds have a bfloat16 scale per 128 inputs. Inputs are also
+    # 8-bit codes. Rows that Baton quantizes have a bfloat16 scale per 128 inputs. Inputs are also
     # rounded to 8 bits.
     INT8 = "int8"
-    # Codes of 6 bits, only for integers that a checkpoint has in groups. Inputs are rounded to 8
-    # bits.
+    # 6-bit codes, only for weights that a checkpoint stores as grouped integers. Inputs are rounded
+    # to 8 bits.
     INT6 = "int6"
-    # Codes of 4 bits; rows that Baton rounds have an 8-bit scale and minimum per 32 inputs. Inputs
+    # 4-bit codes. Rows that Baton quantizes have an 8-bit scale and minimum per 32 inputs. Inputs
     # are rounded to 8 bits.
     INT4 = "int4"
 
     @property
     def code_bits(self) -> int | None:
-        """Return the bits of a code; None if weights are not codes."""
+        """Return the number of bits of a code; None if the format has no codes."""
         return _CODE_BITS.get(self)
 
     @property
@@ -83,9 +83,9 @@ _ELEMENTS = {
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
     WeightFormat.FP8: FLOAT8,
 }
-# Formats that rows of floating-point numbers can be packed in.
+# Formats to which rows of floating-point numbers can be packed.
 FORMATS_OF_ROWS = tuple(one for one in WeightFormat if one != WeightFormat.INT6)
-# Formats with one scale per output -> the number that the output's largest weight becomes.
+# Formats with one scale per output -> the stored number of the output's largest weight.
 _LARGEST = {WeightFormat.INT8_WEIGHT_ONLY: INT8_LIMIT, WeightFormat.FP8: torch.finfo(FLOAT8).max}
 _PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
 
@@ -96,12 +96,13 @@ class CodeLayout:
 
     Attributes:
         format: `INT8`, `INT6` or `INT4`; or `FP8`, whose groups have only float32 scales.
-        group_size: neighbouring inputs with one scale: 16, 32, or a multiple of `INPUT_BLOCK`; for
-            `FP8`, a multiple of `FLOAT8_GROUP`.
-        scales: dtype of the scales. int8: multiples of a factor that `SUPER_GROUP` inputs share.
+        group_size: number of adjacent inputs that share a scale: 16, 32, or a multiple of
+            `INPUT_BLOCK`; for `FP8`, a multiple of `FLOAT8_GROUP`.
+        scales: dtype of the scales. int8: a scale is an integer times a factor that `SUPER_GROUP`
+            inputs share.
         minima: dtype of the minima; None: no minima, and codes are symmetric. int8: if scales have
-            factors, minima are multiples of a factor of their own; otherwise minima are zero
-            points, multiples of the scale.
+            factors, minima have separate factors; otherwise minima are zero points, in units of the
+            scale.
         factors: dtype of the factors; None: no factors.
         is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
     """
@@ -123,7 +124,7 @@ _SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Scales, minima and factors of a weight's groups, see `CodeLayout`: ``[n, groups, ...]``.
+    """Scales, minima and factors of a weight's groups: ``[n, groups, ...]``; see `CodeLayout`.
 
     Factors are ``[n, super groups, ...]``.
     """
@@ -149,13 +150,13 @@ class Groups:
         return scales, minima
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Groups:
-        """Return groups whose tensors are the results of ``function``."""
+        """Apply ``function`` to each tensor."""
         scales, *others = (None if one is None else function(one) for one in self.tensors)
         assert scales is not None
         return Groups(scales, *others)
 
     def of_smaller(self, times: int) -> Groups:
-        """Return the groups after cutting each into ``times`` equal parts."""
+        """Return the groups after dividing each into ``times`` equal groups."""
         minima = None if self.minima is None else self.minima.repeat_interleave(times, dim=1)
         return replace(self, scales=self.scales.repeat_interleave(times, dim=1), minima=minima)
 
@@ -169,7 +170,7 @@ def _in_units(numbers: Tensor, factors: Tensor | None, group_size: int) -> Tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedIntegers:
-    """Rows of a weight as a checkpoint stores them, in groups.
+    """Rows of a weight that a checkpoint stores as integers, in groups.
 
     A weight is ``number * scale``, or with minima ``number * scale + minimum``.
 
@@ -179,7 +180,8 @@ class GroupedIntegers:
             -128 to 127 for 8. With minima, uint8: 0 to 15 for 4 bits, 0 to 63 for 6, 0 to 255 for
             8. With ``is_e2m1``, -12 to 12.
         groups: scales and minima of the rows.
-        group_size: neighbouring inputs with one scale, see `CodeLayout`; or a row's whole size.
+        group_size: number of adjacent inputs that share a scale, see `CodeLayout`; or a whole row's
+            size.
         is_e2m1: whether the numbers are values of e2m1 (4 bits), doubled.
     """
 
@@ -199,12 +201,12 @@ class GroupedIntegers:
             bits: bits of a number.
             numbers: numbers of any integer type.
             groups: scales and minima of the rows, or scales alone.
-            group_size: neighbouring inputs that share a scale.
+            group_size: number of adjacent inputs that share a scale.
         """
         in_features, fits = numbers.shape[1], bits in _FORMATS_OF_BITS
         if isinstance(groups, Tensor):
             groups = Groups(groups)
-        if groups.scales.shape[1] == 1:  # one group, whatever its nominal size
+        if groups.scales.shape[1] == 1:  # one group per row, whatever the given group size
             group_size = -(-in_features // INPUT_BLOCK) * INPUT_BLOCK
         fits = fits and (group_size in _SMALL_GROUPS or group_size % INPUT_BLOCK == 0)
         for one in (groups.scales, groups.minima):
@@ -236,7 +238,7 @@ class GroupedIntegers:
         return (self.numbers.to(torch.int16) + middle).to(torch.uint8)
 
     def part(self, rows: slice | Tensor | None, columns: slice | None) -> GroupedIntegers | None:
-        """Return some rows, and some of their columns; None if a group would be cut."""
+        """Return a rectangle of rows and columns; None if it would divide a group."""
         numbers, groups = self.numbers, self.groups
         if rows is not None:
             numbers, groups = numbers[rows], groups.map(lambda one: one[rows])
@@ -261,15 +263,15 @@ class GroupedIntegers:
         return replace(self, numbers=numbers, groups=groups)
 
     def dequantized(self) -> Tensor:
-        """Return ``[n, in_features]`` float32."""
+        """Return the weight as ``[n, in_features]`` float32."""
         scales, minima = self.groups.widened(self.group_size)
         return _scaled(self.numbers.float(), scales, minima, self.group_size)
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Give parts of one weight the same layout, without changing any value.
+        """Convert parts of one weight to a common layout, without changing any value.
 
-        Scales or minima of different kinds become float32.
+        Scales or minima of different dtypes become float32.
         """
         if len({part.layout for part in parts}) == 1:
             return list(parts)
@@ -297,7 +299,7 @@ class GroupedIntegers:
 
 
 def _cut(part: GroupedIntegers, group_size: int) -> Groups:
-    """Return a part's groups after they are cut into groups of ``group_size``."""
+    """Return a part's groups, divided into groups of ``group_size``."""
     num_groups = -(-part.numbers.shape[1] // group_size)
     groups = part.groups.of_smaller(part.group_size // group_size)
     minima = None if groups.minima is None else groups.minima[:, :num_groups]
@@ -305,13 +307,14 @@ def _cut(part: GroupedIntegers, group_size: int) -> Groups:
 
 
 def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers:
-    """Shift the numbers to start at 0; minima undo the shift, as integers with ``zero_points``."""
+    """Shift the numbers to start at 0, with minima (or ``zero_points``) that undo the shift."""
     groups = part.groups
     if groups.minima is not None:
         return part
-    shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()  # a power of 2, so exact
+    # a power of 2, so the division is exact
+    shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()
     factors, minima = groups.scale_factors, groups.scales * -shift
-    if factors is not None:  # the multiples stay, and the factors change
+    if factors is not None:  # the integers stay, and the factors change
         factors, minima = factors * -shift, groups.scales
     elif zero_points and groups.scales.dtype != torch.float32:
         minima = torch.full_like(groups.scales, -shift, dtype=torch.int8)
@@ -334,12 +337,12 @@ def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None, group_size: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Rows:
-    """Rows of a weight in float8, as a checkpoint stores them.
+    """Rows of a weight that a checkpoint stores in float8.
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
         scales: ``[n, groups]`` float32, one factor per group of a row.
-        group_size: number of neighbours in a group; maybe all of a row.
+        group_size: number of adjacent inputs in a group; maybe a whole row.
     """
 
     numbers: Tensor
@@ -347,7 +350,7 @@ class Float8Rows:
     group_size: int
 
     def part(self, rows: slice | Tensor | None, columns: slice | None) -> Float8Rows | None:
-        """Return some rows, and some of their columns; None if a group would be cut."""
+        """Return a rectangle of rows and columns; None if it would divide a group."""
         numbers, scales, size = self.numbers, self.scales, self.group_size
         if rows is not None:
             numbers, scales = numbers.view(torch.uint8)[rows].view(FLOAT8), scales[rows]
@@ -361,22 +364,22 @@ class Float8Rows:
         return Float8Rows(numbers[:, first:end], scales, size)
 
     def dequantized(self) -> Tensor:
-        """Return ``[n, in_features]`` float32."""
+        """Return the weight as ``[n, in_features]`` float32."""
         wide = self.scales.repeat_interleave(self.group_size, dim=1)
         return self.numbers.float() * wide[:, : self.numbers.shape[1]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight ``[out_features, in_features]``, cut into panels of neighbouring outputs.
+    """A weight ``[out_features, in_features]``, divided into panels of adjacent outputs.
 
     ::
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
     The last panel is padded with zeros. In int8, each output's largest absolute weight is stored as
-    127; in float8, as 448. For instructions that multiply pairs of inputs, bfloat16 and float8 are
-    stored as ``[panel, pair, output, 2]``, padded with 0.
+    127; in float8, as 448. For CPU instructions that multiply pairs of inputs, bfloat16 and float8
+    are stored as ``[panel, pair, output, 2]``, padded with 0.
 
     Codes (integers with a scale per group of inputs) are stored as ``[panel, step, output, 4
     bytes]``::
@@ -388,7 +391,7 @@ class PackedWeight:
                  in the lowest bits
 
     A weight is ``(code - 2 ** (bits - 1)) * scale``; with minima, ``code * scale + minimum``. Codes
-    of e2m1 are indexes into `E2M1_TWICE`. Before inputs are multiplied by codes, they are rounded,
+    of e2m1 are indexes into `E2M1_TWICE`. Inputs are rounded before they are multiplied by codes,
     see `rounded_inputs`.
     """
 
@@ -431,7 +434,7 @@ class PackedWeight:
 
     @property
     def has_own_groups(self) -> bool:
-        """Return whether groups, if any, have the layout of rows that Baton rounds."""
+        """Return whether the groups, if any, have the layout that Baton's own quantization uses."""
         return self.layout == _OWN_LAYOUTS.get(self.format)
 
     @classmethod
@@ -446,12 +449,12 @@ class PackedWeight:
         layout: CodeLayout | None = None,
         has_gaps: bool = False,
     ) -> PackedWeight:
-        """Allocate a weight, to be filled with rows; zeros fill the last panel's padding.
+        """Allocate a weight whose rows are written later; the last panel is padded with zeros.
 
         Args:
             empty: allocates the large tensors.
             layout: layout of codes; None: the layout that `pack_rows` uses.
-            has_gaps: whether rows of any panel may stay unwritten; all rows begin as 0.
+            has_gaps: whether rows of any panel may stay unwritten; then all rows begin as 0.
         """
         num_panels = -(-out_features // width)
         first_filled = 0 if has_gaps else -1
@@ -513,7 +516,7 @@ class PackedWeight:
         self._write_numbers(ids, numbers.to(self.panels.dtype))
 
     def write_float8(self, first_row: int, rows: Float8Rows) -> None:
-        """Write float8 rows unchanged; their groups are this weight's."""
+        """Write float8 rows unchanged; their groups must equal this weight's."""
         ids = torch.arange(first_row, first_row + len(rows.numbers))
         self._write_numbers(ids, rows.numbers)
         self.write_scales(first_row, rows)
@@ -570,16 +573,17 @@ class PackedWeight:
         return rows if self.scales is None else rows * self.scales[ids].unsqueeze(-1)
 
     def unpacked(self) -> Tensor:
-        """Unpack to ``[out_features, in_features]`` float32."""
+        """Return the weight as ``[out_features, in_features]`` float32."""
         return self.read_rows(torch.arange(self.out_features)).float()
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Round inputs as products with codes do: float32 ``[..., in_features]``.
+    """Round inputs as `packed_linear` does before multiplying by codes: float32 ``[...,
+    in_features]``.
 
     The inputs of one group of weights, at most ``INPUT_BLOCK``, share a scale that makes the
-    largest of them 127. If the weight has fine inputs, the remainder is rounded in the same way,
-    and added.
+    largest input 127. If the weight has fine inputs, the remainder is also rounded to 8 bits, and
+    added.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
@@ -593,7 +597,7 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 def _rounded_blocks(blocks: Tensor) -> Tensor:
     """Round blocks, ``[..., size]`` float32, to 8 bits with one scale each; return float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
-    # For a Python number, torch multiplies by the reciprocal, which rounds twice.
+    # torch divides by a Python number by multiplying by the reciprocal, which rounds twice.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
     # In float64, a product of two floats is exact, as in a fused multiply-add.
     numbers = (blocks.double() * factors.double()).round()
@@ -601,7 +605,7 @@ def _rounded_blocks(blocks: Tensor) -> Tensor:
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """View float8 as bytes, as torch moves and pads few one-byte dtypes."""
+    """View float8 as bytes, as torch supports few operations on float8."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 
@@ -644,7 +648,7 @@ def _empty_groups(
 
 
 def _cut_into_groups(rows: Tensor, size: int) -> Tensor:
-    """Cut ``[n, in_features]`` into ``[n, groups, size]`` float32, padded with zeros."""
+    """Divide ``[n, in_features]`` into groups ``[n, groups, size]`` float32, padded with zeros."""
     filled = functional.pad(rows.float(), (0, -rows.shape[1] % size))
     return filled.reshape(len(rows), filled.shape[1] // size, size)
 
@@ -661,7 +665,7 @@ def _eight_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _four_bits(rows: Tensor) -> GroupedIntegers:
-    """Make 4-bit codes: scales and minima of least squared error, as multiples of factors."""
+    """Make 4-bit codes with scales and minima of least squared error, as multiples of factors."""
     layout = _OWN_LAYOUTS[WeightFormat.INT4]
     groups = _cut_into_groups(rows, layout.group_size)
     found, wide = [], []
@@ -679,8 +683,9 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Find scale and minimum of least squared error for each group; ``[n, groups]``.
 
-    Tries twelve scales. The codes of each give a scale and minimum by least squares, as in GGML's
-    K-quants. Sums run in order, in float32, so that kernels find the same bits.
+    Tries twelve scales. For the codes of each scale, least squares gives a better scale and
+    minimum, as in GGML's K-quants. Sums are float32 and in a fixed order, so that kernels compute
+    equal bits.
     """
     size = groups.shape[2]
     values = groups.unbind(2)
@@ -698,7 +703,7 @@ def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         scale = (size * products - count * total) / spread
         scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
         minimum = (total - scale * count) / size
-        error = -(scale * products + minimum * total)  # without the constant sum of squares
+        error = -(scale * products + minimum * total)  # the constant sum of squares is left out
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)
@@ -714,7 +719,7 @@ def _sum_in_order(values: Sequence[Tensor]) -> Tensor:
 
 
 def _multiples_of_factors(numbers: Tensor, layout: CodeLayout) -> tuple[Tensor, Tensor]:
-    """Split ``[n, groups]`` into int8 multiples, at most 127, and factors ``[n, super groups]``."""
+    """Split ``[n, groups]`` into int8 integers, at most 127, and factors ``[n, super groups]``."""
     supers = _cut_into_groups(numbers, SUPER_GROUP // layout.group_size)
     factors = (supers.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.factors)
     exact = factors.float()
@@ -740,7 +745,7 @@ def _bytes_of_codes(rows: GroupedIntegers) -> Tensor:
 
 
 def _split_codes(bits: int, steps: Tensor) -> Tensor:
-    """Return the codes of `_bytes_of_codes`, four by four: ``[..., quads, 4]``."""
+    """Return the codes of `_bytes_of_codes`, in fours: ``[..., quads, 4]``."""
     if bits == 8:
         return steps
     if bits == 4:

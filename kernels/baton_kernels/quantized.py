@@ -1,7 +1,7 @@
-"""A linear layer's weight in the layouts that GPU kernels read: codes in rows, scales in groups.
+"""A linear layer's quantized weight in the layouts that GPU kernels read.
 
     GroupedWeight    4 or 8 bits per weight; inputs are not rounded
-    RoundedWeight    8 bits per weight; inputs are rounded to the same type, token by token
+    RoundedWeight    8 bits per weight; inputs are rounded to the weight's dtype, token by token
 
 Refuses to know: layers, kernels.
 """
@@ -18,23 +18,23 @@ from torch.nn import functional
 
 from baton_kernels.packed import FLOAT8_GROUP, GroupedIntegers, Groups
 
-# words of a row that are read together; also the number of inputs in a plane
+# words of a row that are read together; also the number of adjacent inputs in a plane
 SIDE = 16
 _WORD_BITS = 32
 _FOUR_BITS_GROUP = 128
-_NUM_TRIED = 12  # scales to try for a group
-# Inputs in one product of bytes; group sizes of rounded weights are multiples of this number.
+_NUM_TRIED = 12  # number of scales to try for a group
+# Inputs in one 8-bit matrix product; group sizes of `RoundedWeight` are multiples of this number.
 ROUNDED_BLOCK = FLOAT8_GROUP
 
 
 class QuantizedFormat(Enum):
-    """Formats that a GPU's weights can be rounded to."""
+    """Formats to which a GPU's weights can be quantized."""
 
     # A scale per 128 inputs; inputs are not rounded.
     INT4 = "int4"
     # One scale per output; inputs are not rounded.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # One scale per output; inputs are rounded to the same type, with a scale per token.
+    # One scale per output; inputs are rounded to the weight's dtype, with a scale per token.
     INT8 = "int8"
     FP8 = "fp8"
 
@@ -49,17 +49,17 @@ class GroupedWeight:
         input of the chunk    0 ... 15  16 ... 31  32 ...       16 neighbours are a plane
         in word                0 ... 15   0 ... 15   0 ...
 
-    So all words of a plane are unpacked alike, and give numbers in the order that products need. A
-    code is ``weight / scale + 2 ** (bits - 1)``, or ``(weight - minimum) / scale``.
+    So all words of a plane are unpacked by one shift, and give numbers in the order that products
+    need. A code is ``weight / scale + 2 ** (bits - 1)``, or ``(weight - minimum) / scale``.
 
     Attributes:
         bits: bits of a code, 4 or 8.
         codes: ``[chunks, out_features, SIDE]`` int32.
         groups: the groups' scales, minima and factors (`CodeLayout`), ``[groups, out_features]``
             each.
-        group_size: number of neighbouring inputs in a group.
+        group_size: number of adjacent inputs in a group.
         in_features: inputs of a row; the last chunk's padding is multiplied by zeros.
-        arrived: ``[...]`` int32, zero between launches: finished parts of each sum.
+        arrived: ``[...]`` int32, number of finished parts of each sum; zero between launches.
     """
 
     bits: int
@@ -88,7 +88,7 @@ class GroupedWeight:
     def empty(
         cls, out_features: int, like: GroupedIntegers, device: torch.device | str
     ) -> GroupedWeight:
-        """Allocate a weight in the layout of ``like``, to be filled with rows."""
+        """Allocate a weight in the layout of ``like``, whose rows are written later."""
         in_features, bits = like.numbers.shape[1], 4 if like.bits == 4 else 8
         chunks = -(-in_features // (SIDE * _WORD_BITS // bits))
         codes = torch.empty(chunks, out_features, SIDE, dtype=torch.int32, device=device)
@@ -117,7 +117,7 @@ class GroupedWeight:
                 ours[:, first_row : first_row + count] = theirs.to(here).T
 
     def dequantized(self) -> Tensor:
-        """Return ``[out_features, in_features]`` float32."""
+        """Return the weight as ``[out_features, in_features]`` float32."""
         words = self.codes.transpose(0, 1).unsqueeze(3).contiguous()
         planes = words.view(torch.uint8)  # [out_features, chunks, SIDE, bytes]
         if self.bits == 4:
@@ -136,7 +136,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` can hold these integers, by group size; never e2m1 codes."""
+    """Return whether `GroupedWeight` supports these integers' group size; never e2m1 codes."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -144,14 +144,14 @@ def is_kept(integers: GroupedIntegers) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """``[out_features, in_features]`` numbers of 8 bits; inputs are rounded to the same type.
+    """``[out_features, in_features]`` int8 or float8; inputs are rounded to the same dtype.
 
     Attributes:
         numbers: ``[out_features, in_features]`` int8, or float8 (e4m3).
         scales: ``[groups, out_features]`` float32.
-        group_size: neighbours with one scale, in rows and in inputs: a multiple of `ROUNDED_BLOCK`;
-            at least ``in_features`` if a whole row has one scale.
-        arrived: ``[...]`` int32, zero between launches: finished parts of each sum.
+        group_size: number of adjacent elements that share a scale, in rows and in inputs: a
+            multiple of `ROUNDED_BLOCK`; at least ``in_features`` if a whole row has one scale.
+        arrived: ``[...]`` int32, number of finished parts of each sum; zero between launches.
     """
 
     numbers: Tensor
@@ -171,7 +171,7 @@ class RoundedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors that hold memory."""
+        """Return all tensors of the weight."""
         return (self.numbers, self.scales)
 
     @classmethod
@@ -183,11 +183,11 @@ class RoundedWeight:
         group_size: int | None,
         device: torch.device | str,
     ) -> RoundedWeight:
-        """Allocate a weight to be filled with rows.
+        """Allocate a weight whose rows are written later.
 
         Args:
             dtype: int8 or float8.
-            group_size: neighbours with one scale; None: the whole row.
+            group_size: number of adjacent elements that share a scale; None: a whole row.
         """
         group_size = in_features if group_size is None else group_size
         return cls(
@@ -209,7 +209,7 @@ class RoundedWeight:
         self.write_rows(first_row, *rounded_rows(rows, self.numbers.dtype, self.group_size))
 
     def dequantized(self) -> Tensor:
-        """Return ``[out_features, in_features]`` float32."""
+        """Return the weight as ``[out_features, in_features]`` float32."""
         wide = self.scales.T.repeat_interleave(self.group_size, dim=1)
         return self.numbers.float() * wide[:, : self.in_features]
 
@@ -218,12 +218,12 @@ QuantizedWeight = GroupedWeight | RoundedWeight
 
 
 def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """Round each group of each row, whose largest number becomes the dtype's largest.
+    """Round each row to ``dtype``, scaling each group's largest number to the dtype's largest.
 
     Args:
         rows: ``[n, size]`` of any floating dtype.
         dtype: int8 or float8.
-        group_size: neighbours with one scale.
+        group_size: number of adjacent elements that share a scale.
 
     Returns:
         ``[n, size]`` of ``dtype``, and scales ``[n, groups]`` float32; 0 for a group of zeros.
@@ -246,7 +246,7 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
 def four_bits(rows: Tensor) -> GroupedIntegers:
     """Round ``[n, in_features]`` to 4 bits, with the scales of the least squared error.
 
-    Tries several scales; the codes of each give a better scale by least squares.
+    Tries several scales; for the codes of each, least squares gives a better scale.
     """
     size = rows.shape[1]
     filled = functional.pad(rows.float(), (0, -size % _FOUR_BITS_GROUP))
@@ -272,7 +272,7 @@ def _codes(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 def largest_of(dtype: torch.dtype) -> float:
-    """Return the largest number of float8, or the largest int8 that is used."""
+    """Return the largest number of float8, or the largest int8 in use (127)."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 

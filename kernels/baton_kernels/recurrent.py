@@ -1,8 +1,8 @@
 """The definitions of the ops of recurrent token mixers: convolutions and linear recurrences.
 
-Instead of keys and values, such a mixer keeps a state of fixed size. Each op reads a request's
-earlier state, takes its tokens one by one, and writes the state after every segment, so that later
-steps and requests can continue from there (`StateMetadata`)::
+Instead of keys and values, a recurrent mixer keeps a state of fixed size per request. Each op reads
+a request's earlier state, takes its tokens one by one, and writes the state after every segment, so
+that later steps and requests can continue from there (`StateMetadata`)::
 
     request      A                       B
     segments     0       1       2       3
@@ -37,14 +37,14 @@ def causal_conv(
     in_gate: Tensor | None = None,
     out_gate: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel along its sequence; a token sees itself and earlier tokens.
+    """Convolve each channel along its sequence, causally.
 
     Args:
         x: ``[num_tokens, num_channels]``, rows of any stride.
         weight: ``[num_channels, kernel_size]``; the last column is for the newest token.
         bias: ``[num_channels]``, or None.
         states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
-            inputs before a token, the newest last. The states after each segment are written.
+            the last inputs, the newest last; updated after each segment.
         metadata: segments and state slots of the step.
         has_silu: whether to apply ``silu`` to the sums.
         in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
@@ -86,7 +86,7 @@ def selective_scan(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Scan by Mamba 2's state space (Dao and Gu, arXiv:2405.21060), token by token.
+    """Scan by Mamba 2's state space model (Dao and Gu, arXiv:2405.21060), token by token.
 
     A head's state ``S`` has a column per dimension of the head. For each token, with ``dt`` after
     bias and softplus::
@@ -139,7 +139,7 @@ def gated_delta_rule(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Read and correct states by the gated delta rule (Yang et al., arXiv:2412.06464).
+    """Update and read states by the gated delta rule (Yang et al., arXiv:2412.06464).
 
     Keys and queries are normalized to length 1, and queries divided by ``sqrt(key_dim)``. For each
     token::
@@ -194,7 +194,7 @@ def gated_rms_norm(
     group_size: int,
     norm_before_gate: bool,
 ) -> Tensor:
-    """Norm groups of a row, and multiply the row by ``silu(gate)`` before or after the norm.
+    """Apply RMS norm to groups of each row; multiply by ``silu(gate)`` before or after the norm.
 
     Args:
         x: ``[num_tokens, size]``, rows of any stride.
@@ -228,7 +228,7 @@ class _Segment:
 
 
 def _requests(metadata: StateMetadata) -> Iterator[list[_Segment]]:
-    """Yield the segments of each request that has segments."""
+    """Yield the segments of each request that has any."""
     starts, borders = metadata.segment_start_loc.tolist(), metadata.request_start_loc.tolist()
     reads, writes = metadata.read_slots.tolist(), metadata.write_slots.tolist()
     for first, end in pairwise(borders):

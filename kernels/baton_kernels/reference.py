@@ -25,13 +25,13 @@ from baton_kernels.routing import Routing, Scoring
 from baton_kernels.row_tiles import RowTiles
 
 # The dtype of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Every wider dtype
-# contains all float8 numbers, so reading rounds nothing.
+# represents all float8 numbers exactly, so reading rounds nothing.
 FP8 = FLOAT8
 FP8_MAX = 448.0
 # gpt-oss clamps both halves of a gated unit (OpenAI, arXiv:2508.10925).
 CLAMPED_SWIGLU = "clamped_swiglu"
 SWIGLU_LIMIT = 7.0
-SWIGLU_ALPHA = 1.702  # factor of the sigmoid's argument
+SWIGLU_ALPHA = 1.702  # gpt-oss: factor in the sigmoid's argument
 
 
 def _clamped_swish(gate: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _clamped_swish(gate: Tensor) -> Tensor:
     return (wide * (SWIGLU_ALPHA * wide).sigmoid()).to(gate.dtype)
 
 
-# Activation of experts and MLPs without gates: the square of the positive part.
+# Activation of experts and MLPs without gates: squared ReLU.
 RELU2 = "relu2"
 # Activations of gates; "gelu_tanh" approximates (Hendrycks and Gimpel, arXiv:1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -73,7 +73,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
-    """Return ``residual + x * factor``; the product is rounded, unless the factor is 1.
+    """Return ``residual + x * factor``.
+
+    The product is rounded before the sum, unless the factor is 1.
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
@@ -89,7 +91,7 @@ def join(x: Tensor, y: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the first index of each row's largest number: ``[n]`` int64."""
+    """Return the first index of each row's maximum: ``[n]`` int64."""
     return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
 
 
@@ -155,7 +157,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """Return ``activation(gate) * up`` of the two halves (Shazeer, arXiv:2002.05202).
+    """Return ``activation(gate) * up`` of the two halves of each row (Shazeer, arXiv:2002.05202).
 
     Args:
         gate_up: ``[..., 2 * size]``, gates in the first half, ups in the second.
@@ -271,12 +273,12 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Do the work between the joined projection and attention: norms, rotation, storing.
+    """Norm and rotate queries and keys after the joined projection, and store keys and values.
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
-            rows may end in further whole heads, which are not read.
-        num_heads: number of query heads; ``kv_cache`` has the other sizes.
+            rows may have further whole heads at the end, which are not read.
+        num_heads: number of query heads; other sizes come from ``kv_cache``.
         cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         kv_cache: one layer of the paged cache, see :func:`store_kv`; receives this step's values
@@ -284,7 +286,8 @@ def norm_rotary_store(
         slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
         query_weight: weight of the norm over each query head, ``[head_dim]``, or over all query
             heads, ``[num_heads * head_dim]``; None: no norm.
-        key_weight: weight of the keys' norm, with either of these shapes; None: no norm.
+        key_weight: weight of the keys' norm, ``[head_dim]`` or ``[num_kv_heads * head_dim]``; None:
+            no norm.
         eps: added to the mean square.
         key_scale: scale of keys in an ``FP8`` cache, see :func:`store_kv`.
         value_scale: scale of values in an ``FP8`` cache, see :func:`store_kv`.
@@ -306,7 +309,7 @@ def norm_rotary_store(
 
 
 def _norm_of_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm each head, or all heads together: ``[num_tokens, heads, head_dim]``."""
+    """Apply RMS norm to each head, or to all heads together: ``[num_tokens, heads, head_dim]``."""
     if len(weight) == heads.shape[-1]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
@@ -325,15 +328,15 @@ def norm_rotary_store_latent(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """Do the work between projections and attention over latents: norm, rotation, storing.
+    """Norm and rotate the latents, store them, and rotate queries, before attention over latents.
 
     Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Args:
         query: ``[num_tokens, num_heads, rotary_dim]``, the part of each head to rotate; rows of any
             strides.
-        latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, the
-            same for all heads.
+        latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, which
+            all heads share.
         cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
@@ -342,7 +345,7 @@ def norm_rotary_store_latent(
         weight: ``[rank]``, weight of the norm.
         eps: epsilon of the norm.
         interleaved: whether adjacent dims are rotated as pairs, ``x0 y0 x1 y1 ..``, not halves. The
-            result has halves, ``x0 x1 .. y0 y1 ..``, which changes no product.
+            result has halves, ``x0 x1 .. y0 y1 ..``, which changes no dot product.
         out: ``[num_tokens, num_heads, rotary_dim]``; receives the rotated query.
     """
     rank, block_size = len(weight), cache.shape[1]
@@ -362,7 +365,7 @@ def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
 
     Args:
         x: ``[num_tokens, num_groups, in_features]``, any strides.
-        weight: one block per group, each with as many outputs as ``n``, padded to whole panels
+        weight: one block per group, each with ``n`` outputs, padded to whole panels
             (`PackedWeight.in_whole_panels`). The weight holds numbers, not codes, and has no bias.
         out: ``[num_tokens, num_groups, n]``, any strides; receives the result.
     """
@@ -408,14 +411,14 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
 
     Args:
         weight: the weight to read.
-        ids: ``[...]`` int64, outputs of the weight.
+        ids: ``[...]`` int64, indices of rows (outputs).
         dtype: dtype of the result; None: the panels' dtype, or float32 for integers.
 
     Returns:
         ``[..., in_features]``.
 
     Raises:
-        IndexError: an id is no output of the weight.
+        IndexError: an id is out of range.
     """
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
         raise IndexError("a row that the weight does not have")
@@ -424,7 +427,7 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Apply a linear layer with a packed weight, maybe in fewer bits than ``x``.
+    """Apply a linear layer whose packed weight may have fewer bits per number than ``x``.
 
     Args:
         x: ``[..., in_features]``.
@@ -439,7 +442,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def add_low_rank(out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None:
-    """Add adapters' products to rows of a layer's output, in place; see ``LowRank``.
+    """Add LoRA adapters' products to rows of a layer's output, in place; see ``LowRank``.
 
     ``x @ A.T`` is rounded to the dtype of ``x``, and the result is rounded once.
 
@@ -462,7 +465,7 @@ def add_low_rank(out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None:
 def add_low_rank_by_slot(
     out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
 ) -> None:
-    """Add each row's adapter's product to a layer's output, in place; see ``LowRankSlots``.
+    """Add the product of each row's adapter to a layer's output, in place; see ``LowRankSlots``.
 
     ``x @ A.T`` is rounded to the dtype of ``x``, and the result is rounded once.
 
@@ -471,7 +474,8 @@ def add_low_rank_by_slot(
         x: ``[num_rows, in_features]``, the layer's input.
         slots: the adapters' matrices.
         ids: ``[num_rows]`` int64, the slot of each row; ``num_slots``: the row has no adapter.
-        tiles: made of ``ids`` with ``num_slots + 1`` weights, once for all layers of a step.
+        tiles: `RowTiles` of ``ids`` with ``num_slots + 1`` weights, made once for all layers of a
+            step.
     """
     for slot, ranks in enumerate(slots.ranks.tolist()):
         rows = (ids == slot).nonzero()[:, 0]
@@ -518,7 +522,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
         x: ``[..., in_features]``.
         weight: ``[out_features, in_features]``, rows of any stride.
         bias: ``[out_features]``.
-        arrived: ``[out_features]`` int32, zero between launches: finished parts of each sum.
+        arrived: ``[out_features]`` int32, number of finished parts of each sum; zero between
+            launches.
 
     Returns:
         ``[..., out_features]`` in the dtype of ``x``; this definition does not promise invariance.
@@ -527,7 +532,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
 
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Apply ``packed_linear`` with a float32 result, whatever the dtype of ``x``."""
+    """Apply ``packed_linear`` with a float32 result for any dtype of ``x``."""
     return packed_linear(x.float(), weight)
 
 
@@ -537,7 +542,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     Args:
         logits: ``[num_tokens, num_experts]``.
         routing: the rule by which experts are chosen and weighted.
-        bias: ``[num_experts]`` float32, added to scores only for the choice, not for weights.
+        bias: ``[num_experts]`` float32, added to scores for choosing experts, but not for weighting
+            them.
 
     Returns:
         Experts ``[num_tokens, top_k]`` int64, the best first, and their float32 weights.
@@ -576,7 +582,7 @@ def experts(
     activation: str = "silu",
     invariant: bool = False,
 ) -> Tensor:
-    """Send each token through its experts, which are gated MLPs, and sum their results.
+    """Apply each token's experts, which are gated MLPs, and sum their weighted results.
 
     Args:
         x: ``[num_tokens, hidden_size]``.
@@ -585,7 +591,7 @@ def experts(
         gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``
             ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.
-        base: ``[num_tokens, hidden_size]``, results of shared experts to add; None: none.
+        base: ``[num_tokens, hidden_size]``, results of shared experts to add, or None.
         base_gate: ``[num_tokens, 1]`` float32 logits; ``sigmoid(base_gate)`` scales ``base``.
         biases: biases of ``gate_up``, ``[num_experts, 2 * inner_size]``, and of ``down``,
             ``[num_experts, hidden_size]``.
@@ -615,7 +621,7 @@ def packed_experts(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """Run `experts` with packed weights, which hold all experts one after another.
+    """Run `experts` with packed weights; one weight holds all experts, one after another.
 
     Each expert's gates, ups and outputs are padded to whole panels (see
     `PackedWeight.in_whole_panels`). Products with codes round the inputs (see ``rounded_inputs``).
@@ -681,7 +687,7 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu
 
 
 def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Read one request's keys and values out of one layer of the paged cache.
+    """Read one request's keys and values from one layer of the paged cache.
 
     Args:
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
@@ -716,7 +722,7 @@ def paged_attention(
     """Attend causally from each request's newest tokens to all of its cached tokens.
 
     A request's queries are its last tokens, so query ``i`` has position ``seq_len - query_len +
-    i``, and sees the keys up to this position::
+    i``, and attends to keys up to this position::
 
         keys      0 ................ seq_len - query_len ....... seq_len
         query 0   x x x x x x x x x x
@@ -726,21 +732,21 @@ def paged_attention(
         query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows after the
             last request are padding and become zeros.
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, with this
-            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. An
-            ``FP8`` cache holds unscaled numbers: callers multiply ``scale`` by the keys' scale, and
-            the result by the values' scale.
+            step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. For an
+            ``FP8`` cache, callers multiply ``scale`` by the keys' scale, and the result by the
+            values' scale.
         block_table: ``[num_requests, max_blocks]`` integers.
         query_lens: tokens of each request in this step; 0 marks a padding request.
         seq_lens: tokens of each request in the cache, this step's included.
         scale: factor of the dot products, usually ``head_dim ** -0.5``.
-        sliding_window: most keys that a query sees: the newest, its own included.
+        sliding_window: number of newest keys that a query attends to, its own included.
         soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the softmax
             (Gemma 2, arXiv:2408.00118); None: no cap.
-        value_dim: how many leading numbers of each value to use; None: all.
+        value_dim: number of leading elements of each value to use; None: all.
         sinks: ``[num_heads]`` float32: an additional score per head in the softmax, without a value
             (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
-        row_ends: ``[num_tokens]`` int32: the end of the keys that each query sees, if queries also
-            see later keys, such as those of their image; None: a query sees keys up to its own.
+        row_ends: ``[num_tokens]`` int32: each query attends to keys before this position, for
+            example to the end of its image; None: to keys up to its own position.
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``query``; computed in float32.
@@ -785,7 +791,7 @@ def _attend(
     if sliding_window is not None:
         hidden = hidden | (key_at <= query_at - sliding_window)
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:  # a sink is an additional column of scores
+    if sinks is not None:  # a sink is an additional column of scores, without a value
         sink = sinks.view(-1, 1, 1).expand(-1, query_len, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :seq_len]  # [num_heads, query_len, seq_len]

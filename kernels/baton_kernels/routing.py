@@ -1,4 +1,4 @@
-"""Routing: the rule by which tokens choose experts, as plain values.
+"""Routing: the rule by which a mixture-of-experts layer chooses each token's experts.
 
 Refuses to know: tensors.
 """
@@ -14,22 +14,22 @@ class Scoring(Enum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
-    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # logits decide the choice
+    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # experts are chosen by their logits
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A router's rule.
+    """A rule that chooses and weights each token's experts.
 
     Attributes:
         top_k: experts per token.
         scoring: function that turns logits into scores.
         normalize: whether the weights of a token's experts are divided by their sum.
         scale: factor of the weights.
-        num_groups: equal groups of experts; if more than one, groups are chosen first (DeepSeek-AI,
-            arXiv:2405.04434).
+        num_groups: number of equal groups of experts; if more than one, groups are chosen before
+            experts (DeepSeek-AI, arXiv:2405.04434).
         top_groups: groups from which a token's experts are chosen.
-        group_best: number of best experts whose scores sum to a group's score.
+        group_best: a group's score is the sum of this many best scores of its experts.
     """
 
     top_k: int

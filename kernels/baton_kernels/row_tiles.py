@@ -1,9 +1,9 @@
-"""RowTiles: rows sorted by their weight, in tiles with one weight each, without the host.
+"""RowTiles: rows sorted by their weight (an expert or adapter), in tiles with one weight each.
 
     rows, by weight   | w0 w0 w0 | w2 | w5 w5 |
     tiles             [ w0     ][w0  ][w2     ][w5     ][no weight] ...
 
-The number of tiles depends on the rows. The largest possible number is made; tiles without a weight
+The largest possible number of tiles is always made, on the device; unused tiles, without a weight,
 come last. So shapes depend only on the number of rows, and a CUDA graph can hold all launches.
 Refuses to know: kernels, the weights' meaning.
 """
@@ -36,12 +36,12 @@ class RowTiles:
 
     @property
     def count(self) -> int:
-        """Number of tiles; some have no rows."""
+        """Return the number of tiles; some may have no rows."""
         return len(self.weights)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, in the order of the kernels' arguments."""
+        """Return all tensors, in the order of the kernels' arguments."""
         return self.weights, self.first_places, self.ends, self.order
 
     @classmethod
@@ -66,6 +66,7 @@ class RowTiles:
         ids_of_tiles = torch.arange(most, device=ids.device)
         weights = torch.searchsorted(tile_ends, ids_of_tiles, right=True)
         known = weights.clamp(max=num_weights - 1)
-        before = ids_of_tiles - (tile_ends - tiles)[known]  # earlier tiles of the same weight
+        # number of earlier tiles of the same weight
+        before = ids_of_tiles - (tile_ends - tiles)[known]
         first_places = (ends - sizes)[known] + before * tile_rows
         return cls(weights, first_places, ends, order, tile_rows)

@@ -22,17 +22,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """The tokens that one step computes, cut where a state is kept.
+    """The tokens that one step computes, divided where states are kept.
 
     A segment is a run of tokens of one request within one block. Segments of a request are in
-    order, and requests lie one after another. A segment begins with the state in its read slot, and
-    writes the state after its last token to its write slot, maybe the same one. A segment may read
-    the state that the previous one wrote, so a request's segments are computed in order.
+    order, and requests follow one another. A segment begins with the state in its read slot, and
+    writes the state after its last token to its write slot, which may be its read slot. A segment
+    may read the state that the previous segment wrote, so a request's segments are computed in
+    order.
 
-    Tokens after the last segment are padding, and so are segments without tokens (read and write
-    slot -1). So a step can be padded to a captured size: on the host ``num_segments`` and
-    ``num_tokens`` are then the captured size's, and ``segment_lens`` those of its largest step.
-    Results of padding tokens are zeros.
+    To pad a step to a captured size, tokens after the last segment and segments without tokens
+    (read and write slot -1) are padding. Then ``num_segments`` and ``num_tokens`` are those of the
+    captured size, and ``segment_lens`` those of its largest step. Results of padding tokens are
+    zeros.
     """
 
     num_segments: int

@@ -4,7 +4,7 @@
     time                                                       ->  tick          ->  actions
 
 The I/O loop (`kvconnector/io.py`) carries out actions in order, and passes each result to the
-machine before the next action. So a failed send is an input like any other.
+machine before the next action. A failed send is therefore an input, too.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kvconnector.protocol.transfer import Piece
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Learn a peer, or greet a known peer again."""
+    """Connect to a new peer, or greet a known peer again."""
 
     peer: PeerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Forget a peer that the router has lost."""
+    """Forget a peer that has left the router."""
 
     engine_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Tell a decode node that a prompt is being computed for it; see `Sender.start`."""
+    """Tell a decode node that its prompt is being computed; see `Sender.start`."""
 
     key: TransferKey
     engine_id: str
@@ -48,7 +48,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Write these blocks as soon as they are granted; ``at_s``: time of the wish."""
+    """Write these blocks as soon as they are granted. ``at_s`` is the time of the wish."""
 
     push: BlockPush
     at_s: float
@@ -79,7 +79,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """The transport's messages could not be read in this round; the next round tries again."""
+    """Input: the transport failed to read messages in this round; the next round tries again."""
 
 
 # ------------------------------------------------------------------ in: results of actions
@@ -87,7 +87,7 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class ConnectEnded:
-    """A peer is connected over this path, or, with a problem, is not connected."""
+    """Input: a peer was connected over ``path``; with a ``problem``, the connection failed."""
 
     action: Connect
     path: str = ""
@@ -96,7 +96,7 @@ class ConnectEnded:
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """A message was sent whose `Send` has ``wants_result``; with a problem, none was sent."""
+    """Input: the result of a `Send` with ``wants_result``. With a ``problem``, nothing was sent."""
 
     action: Send
     problem: str = ""
@@ -104,10 +104,10 @@ class SendEnded:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A write was posted in ``posting_s``; unless ``is_done``, its `WriteEnded` follows.
+    """Input: a write was posted in ``posting_s``; its `WriteEnded` follows unless ``is_done``.
 
     Attributes:
-        problem: why the write failed; if so, no `WriteEnded` follows.
+        problem: why posting failed; if set, no `WriteEnded` follows.
     """
 
     action: Write
@@ -118,7 +118,7 @@ class Posted:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The oldest write in flight of a transfer or probe is complete, or has failed.
+    """Input: the oldest write in flight of a transfer or probe has completed or failed.
 
     Attributes:
         key: the transfer; `NO_TRANSFER` for a probe.
@@ -131,7 +131,7 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProbePosted:
-    """``num_writes`` writes of a probe are in flight; a `WriteEnded` follows for each."""
+    """Input: ``num_writes`` writes of a probe are in flight; a `WriteEnded` follows for each."""
 
     action: WriteProbe
     num_writes: int
@@ -140,7 +140,7 @@ class ProbePosted:
 
 @dataclass(frozen=True, slots=True)
 class SlotRead:
-    """The digest of the bytes that a peer has written into its slot."""
+    """Input: the digest of the bytes that a peer has written to its slot."""
 
     action: ReadSlot
     digest: bytes
@@ -148,14 +148,14 @@ class SlotRead:
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """No write of a transfer can land here any more, though writes were allowed before."""
+    """Input: writes of a transfer, allowed before, can no longer arrive here."""
 
     action: Forbid
 
 
 @dataclass(frozen=True, slots=True)
 class PauseEnded:
-    """All actions before a `Pause`, and their results, are handled; decide what comes next."""
+    """Input: all actions before a `Pause` are carried out, and their results are handled."""
 
 
 # ------------------------------------------------------------------ out
@@ -166,8 +166,8 @@ class Connect:
     """Connect to a peer.
 
     Attributes:
-        then: a message that failed over the old connection, to be sent over the new one; the old
-            connection is closed first.
+        then: a message to send over the new connection, after it failed over the old one, which is
+            closed first.
     """
 
     peer: PeerInfo
@@ -184,7 +184,7 @@ class Send:
     """Send a message.
 
     Attributes:
-        wants_result: whether `SendEnded` follows a success; it always follows a failure.
+        wants_result: whether `SendEnded` also follows a success; it always follows a failure.
     """
 
     engine_id: str
@@ -194,10 +194,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write blocks to a peer, into its blocks ``remote_block_ids``.
+    """Write blocks to a peer's blocks ``remote_block_ids``.
 
     Attributes:
-        groups: KV group of each block; empty: the transport does not need them.
+        groups: KV group of each block; empty if the transport does not need groups.
     """
 
     engine_id: str
@@ -209,12 +209,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Carry out all earlier actions, then give the machine `PauseEnded`."""
+    """Carry out all earlier actions, then give the machine a `PauseEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteProbe:
-    """Write our pattern to a peer's slot: once, then up to ``max_writes`` within ``max_s``."""
+    """Write our pattern to a slot: once, then up to ``max_writes`` times within ``max_s``."""
 
     engine_id: str
     slot: int
@@ -224,7 +224,7 @@ class WriteProbe:
 
 @dataclass(frozen=True, slots=True)
 class LendSlot:
-    """Clear a slot of our scratch memory for a peer."""
+    """Clear a slot of this node's scratch memory for a peer."""
 
     slot: int
     engine_id: str
@@ -232,7 +232,7 @@ class LendSlot:
 
 @dataclass(frozen=True, slots=True)
 class ReadSlot:
-    """Digest the bytes that a peer has written into a slot; `SlotRead` follows."""
+    """Digest the bytes that a peer has written to a slot; `SlotRead` follows."""
 
     slot: int
     engine_id: str
@@ -240,7 +240,7 @@ class ReadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """Let a peer write these blocks."""
+    """Allow a peer to write these blocks."""
 
     engine_id: str
     key: TransferKey
@@ -249,7 +249,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Forbid a peer's writes; if ``wants_result``, `Forbidden` follows once none can land."""
+    """Forbid a peer's writes. With ``wants_result``, `Forbidden` follows once none can arrive."""
 
     engine_id: str
     key: TransferKey
@@ -279,7 +279,7 @@ Action = (
 
 @dataclass(slots=True)
 class Turn:
-    """The present moment and the list of actions, which all parts of one machine share."""
+    """The current time and the pending actions, shared by all parts of one state machine."""
 
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
@@ -295,10 +295,10 @@ class Turn:
 
 
 class StateMachine(Protocol):
-    """One end of the hand-off, or a filter around it; called by one thread at a time."""
+    """One end of the hand-off, or a filter around an end; one thread at a time may call it."""
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         """Handle an input; return the actions to carry out before the next input."""
 
     def tick(self, now: float) -> list[Action]:
-        """Handle the passing of time; return actions. Called once per round."""
+        """Handle the passing of time; return actions. The loop calls this once per round."""

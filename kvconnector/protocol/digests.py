@@ -1,14 +1,15 @@
-"""Digests of blocks: check that the bytes that arrived are those that the granted peer sent.
+"""Digests of blocks, which check that arrived bytes are those that the granted peer sent.
 
     P  digest of its memory when it posts a piece -> Digests, when the piece is complete
     D  digest of its own memory                   -> equal: verified; else Resend, which counts
                                                      attempts
 
 Digests are keyed (`pair_keys.py`): bytes of another writer or another block match none. Each end
-has a filter around its state machine, unknown to the machine. The sender's filter sends digests.
-The receiver's filter holds back watermarks and commits until their blocks are verified.
+has a filter around its state machine; the machine does not know the filter. The sender's filter
+sends digests. The receiver's filter holds back watermarks and commits until their blocks are
+verified.
 
-Refuses to know: tokens, recovery when blocks stay wrong.
+Refuses to know: tokens, recovery from blocks that stay wrong.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ from kvconnector.protocol.seals import Channels
 
 logger = logging.getLogger(__name__)
 
-MAX_DIGESTS_PER_MESSAGE = 320  # with indices under 8 KiB: one fragment of the transport
+MAX_DIGESTS_PER_MESSAGE = 320  # with 8-byte indices: less than 8 KiB, one fragment of the transport
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The identity of written blocks, which is part of their digests.
+    """The identity of written blocks; their digests cover this identity, too.
 
     Attributes:
-        places: indexes among the request's travelling blocks.
+        places: indexes of the blocks among the request's transferred blocks.
         layers: the written layers of each block.
         attempt: how often these blocks were written before.
-        numbers: a unique number per digest.
+        numbers: one unique number per digest.
         peer: the other node.
         groups: KV group of each block; empty: there is only one group.
     """
@@ -79,7 +80,7 @@ class Written:
     groups: Sequence[int] = ()
 
     def contexts(self) -> Iterator[bytes]:
-        """Yield each block's identity as bytes."""
+        """Yield the identity of each block as bytes."""
         before = self.epoch.to_bytes(8, "big")
         after = b"".join(number.to_bytes(8, "big") for number in (*self.layers, self.attempt))
         after += self.request_id.encode()
@@ -87,7 +88,7 @@ class Written:
 
 
 class BlockReader(Protocol):
-    """Makes digests of a node's blocks, from its memory (`kvconnector/block_digests.py`)."""
+    """Computes digests of a node's blocks from its memory (`kvconnector/block_digests.py`)."""
 
     num_layers: int
 
@@ -100,14 +101,14 @@ class BlockReader(Protocol):
         *,
         writes: bool = True,
     ) -> bytes:
-        """Return ``DIGEST_BYTES`` for each block; see `BlockDigests`."""
+        """Return the digest of each block; see `BlockDigests`."""
 
 
 class SentDigests:
-    """Makes digests of a sender's writes, each with a number that is used once.
+    """Computes digests of a sender's writes, each with a number that is used only once.
 
     Args:
-        digests: makes digests of the sender's blocks.
+        digests: computes digests of the sender's blocks.
         own_engine_id: the sender's engine id.
     """
 
@@ -150,8 +151,8 @@ class DigestTeller:
 
     Args:
         machine: the sender's state machine.
-        digests: makes the digests of writes.
-        channels: hold the keys for blocks to each peer.
+        digests: computes the digests of writes.
+        channels: hold the keys for digests of blocks to each peer.
         manifest: layout of the sender's memory; None: all nodes have one rank.
     """
 
@@ -173,7 +174,7 @@ class DigestTeller:
         told: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
-                if problem:  # only the newest write failed; earlier ones may be in flight
+                if problem:  # only the newest write failed; earlier writes may be in flight
                     self._take_off(engine_id, key, -1)
                 elif is_done:
                     told = self._tell(engine_id, key)
@@ -227,15 +228,15 @@ def cut_digests(whole: Digests) -> Iterator[Digests]:
 
 @dataclass(slots=True)
 class Arrival:
-    """One granted request, and its verified blocks.
+    """One granted request and its verified blocks.
 
     Attributes:
-        layers: verified layers of each block, as bits.
-        attempts: number of repeated requests for a block's layers, by place and layers.
-        missing: places and layers that were asked for again and have not arrived.
-        watermark: a watermark that waits until its blocks are verified.
-        commit: a commit that waits until all blocks are verified.
-        asked_at: when the commit arrived, or missing blocks were last asked for.
+        layers: verified layers of each block, as a bit mask.
+        attempts: how often a block's layers were requested again, by place and layers.
+        missing: places and layers that were requested again and have not arrived.
+        watermark: a held watermark, whose blocks are not all verified.
+        commit: a held commit; not all blocks are verified.
+        asked_at: when the commit arrived, or when missing blocks were last requested again.
         groups: KV group of each block; empty: there is only one group.
     """
 
@@ -250,7 +251,7 @@ class Arrival:
     groups: Sequence[int] = ()
 
     def missing_of(self, index: int) -> list[LayerRange]:
-        """Return the layers of a block that were asked for again and have not arrived."""
+        """Return the layers of a block that were requested again and have not arrived."""
         return [layers for place, layers in self.missing if place == index]
 
 
@@ -259,13 +260,13 @@ class DigestVerifier:
 
     Args:
         machine: the receiver's state machine.
-        digests: makes digests of the receiver's blocks.
+        digests: computes digests of the receiver's blocks.
         own_engine_id: the receiver's engine id.
-        channels: hold the keys for blocks from each peer.
+        channels: hold the keys for digests of blocks from each peer.
         manifest: layout of the receiver's memory; None: all nodes have one rank.
 
     Attributes:
-        num_wrong_blocks: blocks whose digest differed from the sender's.
+        num_wrong_blocks: number of blocks whose digest differed from the sender's.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class DigestVerifier:
         return self._machine.tick(now)
 
     def __len__(self) -> int:
-        """Return the number of transfers that are granted but not verified."""
+        """Return the number of granted transfers that are not verified."""
         return len(self._arrivals)
 
     def _take(self, item: Input, now: float) -> None:
@@ -330,18 +331,19 @@ class DigestVerifier:
         self._said.append(Send(engine_id, message))
 
     def _keep(self, message: Watermark | Commit, now: float) -> None:
-        """Hold a message back until its blocks are verified; repeated Commits come meanwhile."""
+        """Hold a message back until its blocks are verified; the sender may repeat its Commit."""
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         if isinstance(message, Watermark):
             if arrival is not None:
                 arrival.watermark = message
                 self._pass_verified(arrival)
-        elif arrival is None:  # our Verified message was lost
+        elif arrival is None:  # this node's Verified message was lost
             self._say_verified(message)
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        elif now - arrival.asked_at >= REPEAT_S / 2:  # a repeat by the sender, not by the network
+        # Repeated by the sender, not duplicated by the network
+        elif now - arrival.asked_at >= REPEAT_S / 2:
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):
                 self._say(message.engine_id, resend)
@@ -353,7 +355,7 @@ class DigestVerifier:
         key = self._channels[message.engine_id].keys.receive_blocks
         try:
             resend = self._compare(message, key)
-        except TransferError as error:  # another rank failed: ask for these blocks again
+        except TransferError as error:  # another rank failed: request these blocks again
             logger.warning("request %s: blocks are not compared: %s", message.request_id, error)
             return
         if resend is not None:
@@ -368,7 +370,7 @@ class DigestVerifier:
         self._pass_verified(arrival)
 
     def _pass_verified(self, arrival: Arrival) -> None:
-        """Pass on held messages whose blocks are verified now."""
+        """Pass on held messages whose blocks are all verified now."""
         watermark, commit = arrival.watermark, arrival.commit
         if commit is not None and self._is_verified(arrival, len(arrival.block_ids)):
             self._forget((commit.request_id, commit.epoch))
@@ -389,10 +391,10 @@ class DigestVerifier:
     def _expect(
         self, key: TransferKey, engine_id: str, block_ids: Sequence[int], first_block: int = 0
     ) -> None:
-        """Note the blocks granted to a peer.
+        """Record the blocks that are granted to a peer.
 
         Args:
-            first_block: place of the first granted block; the node has the blocks before.
+            first_block: index of the first granted block; the node already has the blocks before.
         """
         here = [self._all_layers] * first_block
         self._arrivals[key] = Arrival(
@@ -413,12 +415,12 @@ class DigestVerifier:
             del self._arrivals[key]
 
     def _compare(self, message: Digests, key: BlockKey) -> Resend | None:
-        """Compare digests with our memory; return a request for wrong blocks, or None.
+        """Compare digests with this node's memory; return a request for wrong blocks, or None.
 
-        A message that is late, duplicated or inconsistent changes nothing.
+        A late, duplicate or inconsistent message changes nothing.
 
         Args:
-            key: the key of the sender's digests.
+            key: the key of the sender's digests of blocks.
         """
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         layers = message.layers or (0, self._digests.num_layers)
@@ -478,11 +480,11 @@ class DigestVerifier:
         )
 
     def _ask_again(self, arrival: Arrival, commit: Commit) -> Iterator[Resend]:
-        """Yield requests for unverified blocks; nothing must be in flight.
+        """Yield requests for unverified blocks; call only if no write is in flight.
 
-        Digests or a Resend were lost. Blocks that were asked for before are asked for again with
-        the same layers and the next attempt number: a write for the old Resend ends before a write
-        for the new one.
+        Digests or a Resend were lost. Blocks that were requested before are requested again with
+        the same layers and the next attempt number. A write for the old Resend ends before a write
+        for the new Resend.
         """
         unknown = []
         for index, layers in enumerate(arrival.layers):
@@ -518,7 +520,7 @@ def _digest(digests: bytes, place: int) -> bytes:
 
 
 def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
-    """Return the maximal ranges of bits that are 0."""
+    """Return the longest possible ranges of consecutive 0 bits."""
     runs = []
     first = 0
     for place in range(num_bits + 1):

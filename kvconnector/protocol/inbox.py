@@ -1,7 +1,8 @@
-"""Inbox: queues of sealed messages, one per peer, read in turns.
+"""Inbox: queues of received messages, one queue per peer, read in turns.
 
-Seals are checked on arrival, so that nobody can fill the inbox in another's name. Refused messages
-are counted, and logged at intervals. A peer gets only a fair share of each round, and of the inbox.
+The seal (MAC) of a message is checked on arrival, so nobody can fill another peer's queue. Refused
+messages are counted, and logged at intervals. Each peer gets a fair share of each round and of the
+inbox's memory.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from kvconnector.protocol.seals import Channels, Refusal, RefusedMessageError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a grant of a million blocks is shorter
-MAX_KEPT_BYTES = 16 * 2**20  # most bytes of a peer's waiting messages after the first one
-OVERHEAD_BYTES = 256  # counted for each message, however short
+# Most bytes of one peer's waiting messages, not counting the first message
+MAX_KEPT_BYTES = 16 * 2**20
+OVERHEAD_BYTES = 256  # bytes added to each message's length when queues are measured
 MESSAGES_PER_TURN = 64
 WARN_INTERVAL_S = 10.0
 
@@ -34,17 +36,17 @@ class _Queue:
 
 
 class Inbox:
-    """Keeps the messages of one end's peers until their turn.
+    """Keeps the messages of one end's peers until they are read.
 
     Args:
         peers: engine ids whose messages are accepted.
-        channels: open the messages' seals.
+        channels: check and open the sealed messages.
     """
 
     def __init__(self, peers: Container[str], channels: Channels) -> None:
         self._peers = peers
         self._channels = channels
-        self._queues: dict[str, _Queue] = {}  # no empty queues
+        self._queues: dict[str, _Queue] = {}  # peers whose queue is not empty
         self._num_refused: Counter[Refusal] = Counter()
         self._num_told = 0
         self._warn_at = -math.inf
@@ -54,14 +56,15 @@ class Inbox:
 
     @property
     def num_refused(self) -> Mapping[Refusal, int]:
-        """Return how many messages were refused, by reason; safe from any thread."""
+        """Return how many messages were refused, by reason; thread-safe."""
         return self._num_refused.copy()
 
     def put(self, sender: str, payload: bytes, now: float) -> None:
-        """Keep a message until its turn, or refuse it.
+        """Queue a message, or refuse it.
 
         Args:
-            sender: the sender's engine id by the transport; some transports pass on any claim.
+            sender: the sender's engine id according to the transport; some transports pass on any
+                claim.
         """
         try:
             self._put(sender, payload)
@@ -69,7 +72,7 @@ class Inbox:
             self._refuse(error.reason, sender, now)
 
     def pop_round(self, now: float) -> list[Message]:
-        """Return the messages of one round: some from each peer, in order of arrival."""
+        """Return one round's messages: some from each peer, in order of arrival."""
         taken = []
         for sender, queue in list(self._queues.items()):
             for body in itertools.islice(queue.bodies, MESSAGES_PER_TURN):
@@ -91,7 +94,7 @@ class Inbox:
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RefusedMessageError(Refusal.TOO_LONG)
         body = self._channels[sender].open(payload)
-        if not is_peer:  # no attack: a peer that hung does not know that it was removed
+        if not is_peer:  # a peer that hung and does not know that it was removed is no attacker
             raise RefusedMessageError(Refusal.LEFT)
         queue = self._queues.setdefault(sender, _Queue())
         if queue.num_bytes > MAX_KEPT_BYTES:
@@ -105,7 +108,7 @@ class Inbox:
         except TransferError:
             self._refuse(Refusal.MALFORMED, sender, now)
             return None
-        if message.engine_id != sender:  # the message claims another sender
+        if message.engine_id != sender:  # the message names another sender
             self._refuse(Refusal.FORGED, sender, now)
             return None
         return message

@@ -12,8 +12,8 @@ With digests, D checks the content before a transfer ends:
 P -> D   Digests   the blocks must have these     D -> P   Resend    these differ: write them again
                                                   D -> P   Verified  all blocks are right
 
-Without repeats, the loss of a message would hold its request until the deadline. `Repeats` sends
-some messages again until they are answered or no longer needed; these are idempotent.
+If a lost message were not repeated, its request would wait until the deadline. `Repeats` sends some
+messages again until they are answered or no longer needed; these messages are idempotent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvconnector.base import HandoffRecord, TransferKey
 MAX_TEXT_CHARS = 4096
 REPEAT_S = 1.0
 
-# Limits of the fields' values, as peers are not trusted.
+# Limits of the fields' values: peers are not trusted.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ByteCount = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -42,7 +42,7 @@ Places = Annotated[list[Count], msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages; ``engine_id`` identifies the sending process."""
+    """Base of all messages; ``engine_id`` names the sending process."""
 
     engine_id: Name
 
@@ -53,11 +53,11 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """P asks whether D knows it and is awake.
+    """P asks whether D knows P and is responsive.
 
     Attributes:
-        sent_at_s: time on P's clock, which D sends back unchanged.
-        test: number of the self-test that P wants; it grows with each test.
+        sent_at_s: time on P's clock; D returns it unchanged.
+        test: number of the self-test that P wants to run; each test has a greater number.
     """
 
     sent_at_s: float = 0.0
@@ -65,7 +65,7 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
-    """D knows P, which may write self-test ``test`` to ``slot``; None: no slot is free now."""
+    """D knows P, and P may write self-test ``test`` to ``slot``; None: no slot is free."""
 
     sent_at_s: float = 0.0
     test: Count = 0
@@ -73,7 +73,7 @@ class HelloAck(_Message, frozen=True, kw_only=True):
 
 
 class SelfTest(_Message, frozen=True, kw_only=True):
-    """P's test writes are complete; D's slot must contain bytes with this ``digest``."""
+    """P has finished its test writes; D's slot must contain bytes with this ``digest``."""
 
     test: Count
     digest: Digest
@@ -98,9 +98,10 @@ class Start(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Grant(_RequestMessage, frozen=True, kw_only=True):
-    """P may write the prompt's blocks from ``first_block`` on to D's ``block_ids``, in order.
+    """P may write the prompt's blocks to D's ``block_ids``, in order, from ``first_block`` on.
 
-    ``first_block`` is an index of travelling blocks (`BlockPush.first_block`); D has the rest.
+    ``first_block`` is an index of transferred blocks (`BlockPush.first_block`); D already has the
+    blocks before.
     """
 
     block_ids: BlockIds  # checked against the peer's blocks before use
@@ -117,7 +118,7 @@ class Watermark(_RequestMessage, frozen=True, kw_only=True):
 class Commit(_RequestMessage, frozen=True, kw_only=True):
     """All blocks are complete in D's memory; D continues from ``record``.
 
-    The other fields are the transfer's cost, for the receipt.
+    The other fields are the transfer's cost; they go into the receipt.
     """
 
     record: HandoffRecord
@@ -130,11 +131,11 @@ class Commit(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Cancel(_RequestMessage, frozen=True, kw_only=True):
-    """D no longer wants this request's KV; P answers Quiet."""
+    """D no longer wants this request's KV; P must answer Quiet."""
 
 
 class Quiet(_RequestMessage, frozen=True, kw_only=True):
-    """P has nothing posted for this request, and will post nothing more."""
+    """P has no write in flight for this request, and will post no more."""
 
     reason: Text
 
@@ -142,8 +143,8 @@ class Quiet(_RequestMessage, frozen=True, kw_only=True):
 class Beat(_Message, frozen=True, kw_only=True):
     """P is alive; D's answer, also a Beat, renews P's lease to write to D's memory.
 
-    ``sent_at_s``: time on P's clock, as in `Hello`. The lease runs from this time, not from the
-    answer's arrival, as the answer may have waited in a queue.
+    ``sent_at_s``: time on P's clock, as in `Hello`. The lease starts at this time, not when the
+    answer arrives, because the answer may wait in a queue.
     """
 
     sent_at_s: float = 0.0
@@ -153,11 +154,11 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
     """Keyed digests of granted blocks whose writes are complete.
 
     Attributes:
-        indices: places of the blocks among the request's travelling blocks.
+        indices: indexes of the blocks among the request's transferred blocks.
         layers: the written layers; None: all.
-        attempt: how often D has asked for these blocks again.
-        first_number: number of the first digest, from which the others count. Numbers are never
-            reused.
+        attempt: how often D has requested these blocks again.
+        first_number: number of the first digest; the next digests have the next numbers. Numbers
+            are never reused.
     """
 
     indices: Places
@@ -168,7 +169,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Resend(_RequestMessage, frozen=True, kw_only=True):
-    """D asks P to write blocks again, as their content differs from P's digests."""
+    """D asks P to write blocks again, because their content differs from P's digests."""
 
     indices: Places
     layers: tuple[Count, Count]
@@ -176,7 +177,7 @@ class Resend(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Verified(_RequestMessage, frozen=True, kw_only=True):
-    """D has compared all blocks, and they are right: P may release its own."""
+    """D has compared all blocks and found them right; P may release its blocks."""
 
 
 Message = (
@@ -205,7 +206,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Decode a message; raise TransferError if the bytes are no message of ours."""
+    """Decode a message; raise TransferError for bytes that are no known message."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -226,13 +227,13 @@ class Repeats:
 
     def __init__(self) -> None:
         self._repeats: dict[TransferKey, Repeat] = {}
-        self._next_at = math.inf  # no message is due earlier
+        self._next_at = math.inf  # no message is due before this time
 
     def __len__(self) -> int:
         return len(self._repeats)
 
     def add_message(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
-        """Send ``message`` again every ``REPEAT_S``."""
+        """Start to repeat ``message`` every ``REPEAT_S``."""
         self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
         self._next_at = min(self._next_at, now + REPEAT_S)
 
@@ -243,18 +244,21 @@ class Repeats:
             repeat.next_at = now + REPEAT_S
 
     def remove(self, key: TransferKey, engine_id: str) -> None:
-        """Stop repeating a message; do nothing if none is repeated to this peer."""
+        """Stop repeating a transfer's message.
+
+        Do nothing if no message to this peer is repeated.
+        """
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             del self._repeats[key]
 
     def remove_peer(self, engine_id: str) -> None:
-        """Forget all messages to a lost peer."""
+        """Stop repeating messages to a lost peer."""
         for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
             del self._repeats[key]
 
     def take_due(self, now: float) -> list[tuple[TransferKey, Repeat]]:
-        """Return the messages that are due now; O(1) while none is due."""
+        """Return the messages that are due now. Takes O(1) while no message is due."""
         if now < self._next_at:
             return []
         due = [(key, repeat) for key, repeat in self._repeats.items() if now >= repeat.next_at]

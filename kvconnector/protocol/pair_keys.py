@@ -1,9 +1,9 @@
-"""Pair keys: secrets that two ends of the connector share.
+"""Pair keys: secrets that two ends of the KV connector share.
 
-Each process start draws an X25519 key. The public part travels in `PeerInfo` over the authenticated
+Each process start draws an X25519 key. The public part is sent in `PeerInfo` over the authenticated
 links to the router, which learns no secret from it. Each derived key is for one pair of process
-starts and one direction, so it matches no message of another pair, from before a restart, or of the
-other direction.
+starts and one direction. It authenticates no message of another pair, of an earlier process start,
+or of the other direction.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _LABEL = b"baton kv 1"
 class BlockKey:
     """Makes keyed digests of KV blocks: GMAC (NIST SP 800-38D) with AES-256.
 
-    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). A number must be used only
-    once with a key.
+    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). A number may be used only
+    once per key.
     """
 
     def __init__(self, key: bytes) -> None:
-        self.secret = key  # the other ranks of this node need it
+        self.secret = key  # the node's other ranks need the key, too
         self._aead = AESGCM(key)
 
     def digest(self, number: int, context: bytes, data: memoryview) -> bytes:
-        """Return the digest of data and its context, ``DIGEST_BYTES`` long."""
-        # The data is authenticated without a copy; only the short context is encrypted.
+        """Return the digest of data and its context; it has ``DIGEST_BYTES`` bytes."""
+        # Only the short context is encrypted; the data is authenticated without a copy.
         return self._aead.encrypt(number.to_bytes(12, "big"), context, data)[-DIGEST_BYTES:]
 
 
@@ -56,7 +56,7 @@ class PairKeys:
 
 
 class KeyPair:
-    """The X25519 key of one process start, which is never stored."""
+    """The X25519 key pair of one process start; it is never stored."""
 
     def __init__(self) -> None:
         self._private = X25519PrivateKey.generate()
@@ -68,7 +68,8 @@ class KeyPair:
             raise TransferError(f"{peer_id} has no public key for KV messages")
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(peer_public))
-        except ValueError as error:  # a point of small order, whose result anybody can compute
+        # A point of small order gives a result that anybody can compute
+        except ValueError as error:
             raise TransferError(f"{peer_id} has a bad public key for KV messages") from error
         there = (own_id.encode(), peer_id.encode(), self.public, peer_public)
         back = (peer_id.encode(), own_id.encode(), peer_public, self.public)
@@ -81,6 +82,6 @@ class KeyPair:
 
 
 def _derive(shared: bytes, use: bytes, *parts: bytes) -> bytes:
-    """Derive a key by HKDF-SHA256 (RFC 5869), bound to ids and public keys, sender's first."""
+    """Derive a key by HKDF-SHA256 (RFC 5869), bound to both ids and public keys, sender first."""
     info = b"".join(len(part).to_bytes(4, "big") + part for part in (_LABEL, use, *parts))
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(shared)

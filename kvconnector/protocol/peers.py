@@ -3,12 +3,12 @@
     GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or unreachable; may return
         `----------`-------------`-> LEAVING -> gone
 
-A peer is connected, at first or again, only after a probe has passed (`probe.py`). A sender says
-Hello before, and Beat afterwards; a receiver answers both. A sender's lease to write to a peer's
-memory runs from the moment of sending the answered beat. So a process that stood still finds its
-lease expired, whatever has arrived in its queues meanwhile.
+A peer becomes CONNECTED only after a probe has passed (`probe.py`). A sender sends Hello before the
+probe, and Beat afterwards; a receiver answers both. A sender's lease to write to a peer's memory
+starts when it sends the beat that is answered. So a process that was stopped for a while finds its
+lease expired, even if answers have arrived meanwhile.
 
-Refuses to know: requests. ``is_busy`` tells whether writes to a peer are in flight.
+Refuses to know: requests. The owner's ``is_busy`` tells whether writes to a peer are in flight.
 """
 
 from __future__ import annotations
@@ -29,40 +29,42 @@ from kvconnector.transports.paths import judge_path
 logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.25
-# A peer that is silent for this long is suspect. The lease is equally long. A sender counts it from
-# sending a beat, a receiver from the beat's arrival, so the sender gives up first.
+# A peer that is silent for this long becomes suspect. The lease has the same length. A sender
+# counts the lease from sending a beat, a receiver from the beat's arrival, so the sender's lease
+# ends first.
 LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 10.0  # time after which a new peer is reported, and greeted less often
-MAX_BACK_OFF_S = 1.0  # between two attempts to meet or reach a peer again
-# Rounds of reading, and seconds, after which nothing of a dead peer can arrive; see `DeadPeers`.
+HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and greeted less often
+MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to meet or reach a peer
+# Number of read rounds, and seconds, after which no more bytes of a dead peer can arrive; see
+# `DeadPeers`.
 DRAIN_READS, DRAIN_S = 10, 0.5
 
 
 class PeerState(Enum):
-    """Stages of a peer, as seen by one end."""
+    """Stages of a peer, as one end sees them."""
 
-    GREETING = "GREETING"  # known, but has never answered
+    GREETING = "GREETING"  # known, but has not answered yet
     CONNECTED = "CONNECTED"
-    SUSPECT = "SUSPECT"  # reported as failed; may return
-    LEAVING = "LEAVING"  # lost by the router; forgotten once nothing is in flight to it
+    SUSPECT = "SUSPECT"  # reported as failed; may recover
+    LEAVING = "LEAVING"  # lost by the router; forgotten once no write to it is in flight
 
 
 @dataclass(slots=True)
 class Peer:
-    """A peer: the state of its connection and of its last probe.
+    """A peer, with the state of its connection and of its last probe.
 
     Attributes:
-        path: name of the bytes' path.
-        alive_at: latest moment of our clock at which the peer was certainly alive.
-        speak_at: when the next Hello or Beat is due.
-        back_off_s: pause between attempts to reconnect; doubles with each attempt.
-        is_broken: whether the transport's connection failed and must be made again.
+        path: name of the data path to the peer.
+        alive_at: latest time, by this node's clock, at which the peer was certainly alive.
+        speak_at: time of the next Hello or Beat.
+        back_off_s: seconds until the next attempt to reconnect; doubles with each attempt.
+        is_broken: whether the transport's connection failed and must be replaced.
         probe: number of the peer's next probe.
-        is_probing: whether a probe runs; Hello follows when it ends.
+        is_probing: whether a probe runs; the next Hello is sent when the probe ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe measured.
-        problem: the problem reported last.
+        problem: the last problem that was reported.
         unreached: why the last attempt to reach the peer failed.
     """
 
@@ -88,7 +90,7 @@ class Peer:
 
     @property
     def is_expected(self) -> bool:
-        """Return whether the peer should connect, or connect again."""
+        """Return whether the peer is expected to connect, for the first time or again."""
         return self.state in (PeerState.GREETING, PeerState.SUSPECT)
 
 
@@ -96,10 +98,10 @@ class Peers:
     """All peers of one end.
 
     Args:
-        turn: the state machine's present moment and actions.
+        turn: current time and pending actions of the state machine.
         own: this node's peer info.
-        greets: whether this end says Hello and Beat, or answers them.
-        is_busy: returns whether writes to a peer are in flight, which need its connection.
+        greets: whether this end sends Hello and Beat; if not, it answers them.
+        is_busy: returns whether writes to a peer are in flight; these need the peer's connection.
         on_lost: called with the reason when a peer becomes suspect.
     """
 
@@ -135,9 +137,10 @@ class Peers:
     # ------------------------------------------------------------------ coming and going
 
     def meet(self, info: PeerInfo) -> None:
-        """Connect to a peer, or greet a known peer again; PEER_FAILED if connecting fails.
+        """Connect to a peer, or greet a known peer again; report PEER_FAILED if connecting fails.
 
-        A process start has one `PeerInfo`: a different one for a known engine id is ignored.
+        A process start has only one `PeerInfo`. Another `PeerInfo` with a known engine id is
+        ignored.
         """
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
             logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
@@ -145,14 +148,14 @@ class Peers:
         self._turn.ask(Connect(info))
 
     def take_connected(self, result: ConnectEnded) -> None:
-        """Greet a new peer, or send the message that waited; report a failed connection."""
+        """Greet a connected peer, or send the message that waited; report a failed connection."""
         info, then = result.action.peer, result.action.then
         known = self._peers.get(info.engine_id)
         if then is None and result.problem:
             self._report(info.engine_id, result.problem)
         elif then is None:
             self._peers[info.engine_id] = self._new_peer(info, result.path, known)
-        elif known is not None and result.problem:  # tried again later
+        elif known is not None and result.problem:  # the connection is tried again later
             logger.warning("cannot connect to %s: %s", info.engine_id, result.problem)
             self._lose_unreached(known)
         elif known is not None:
@@ -165,13 +168,16 @@ class Peers:
         if known is not None:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
             peer.is_probing = known.is_probing
-            if not self._greets:  # the other end asks for a probe
+            if not self._greets:  # a receiver waits until the sender asks for a probe
                 peer.is_probed, peer.path = known.is_probed, known.path
                 peer.bandwidth_bytes_per_s = known.bandwidth_bytes_per_s
         return peer
 
     def leave(self, engine_id: str) -> None:
-        """Note that the router has lost a peer; `remove` the peer once nothing is in flight."""
+        """Note that the router has lost a peer.
+
+        Remove the peer once no write to it is in flight.
+        """
         peer = self._peers.get(engine_id)
         if peer is not None:
             peer.state = PeerState.LEAVING
@@ -184,19 +190,20 @@ class Peers:
     # ------------------------------------------------------------------ signs of life
 
     def note_alive(self, engine_id: str, at_s: float) -> None:
-        """Note that a peer was alive at a moment of our clock."""
+        """Note that a peer was alive at a time of this node's clock."""
         peer = self._peers[engine_id]
-        if at_s <= self._turn.now:  # a time in the future is not trusted: it comes from the network
+        # The time comes from the network: do not trust a time in the future.
+        if at_s <= self._turn.now:
             peer.alive_at = max(peer.alive_at, at_s)
 
     def renew(self, engine_id: str, sent_at_s: float) -> None:
-        """Renew the lease: a peer has answered a message sent at ``sent_at_s``."""
+        """Renew the lease to write to a peer that has answered a message sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
         if self._is_fresh(self._peers[engine_id]):
             self.confirm(engine_id)
 
     def confirm(self, engine_id: str) -> None:
-        """Connect a probed peer that has answered, or asked."""
+        """Connect a probed peer that has answered or sent a request."""
         peer = self._peers[engine_id]
         if not peer.is_probed or not peer.is_expected:
             return
@@ -213,7 +220,10 @@ class Peers:
         )
 
     def try_begin_probe(self, engine_id: str, number: int) -> bool:
-        """Start a probe if a peer answers our current Hello; return whether a probe was started."""
+        """Start a probe if a peer has answered the current Hello.
+
+        Return whether a probe started.
+        """
         peer = self._peers[engine_id]
         waits = peer.is_expected and self._is_fresh(peer)
         if not waits or peer.is_probing or peer.is_probed or peer.probe != number:
@@ -223,7 +233,7 @@ class Peers:
         return True
 
     def judge_path(self, engine_id: str, bandwidth_bytes_per_s: float) -> None:
-        """Correct the path's name if a probe's bandwidth shows the bytes' real path."""
+        """Correct the path's name if a probe's bandwidth shows that the bytes took another path."""
         peer, own_host = self._peers[engine_id], self._own.host
         peer.path = judge_path(
             peer.path,
@@ -232,19 +242,19 @@ class Peers:
         )
 
     def pass_probe(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
-        """Connect a peer, as the probe's bytes have arrived."""
+        """Connect a peer whose probe's bytes have arrived."""
         peer = self._peers[engine_id]
         peer.is_probed = True
         peer.path, peer.bandwidth_bytes_per_s = path, bandwidth_bytes_per_s
         self.confirm(engine_id)
 
     def end_probe(self, engine_id: str) -> None:
-        """Note that a probe is over, with no writes in flight."""
+        """Note that a probe is over and none of its writes is in flight."""
         if engine_id in self._peers:
             self._peers[engine_id].is_probing = False
 
     def fail_probe(self, engine_id: str, problem: str) -> None:
-        """Report once why a probe failed; the peer is probed again when it answers."""
+        """Report once why a probe failed; the peer's next answer starts another probe."""
         peer = self._peers.get(engine_id)
         if peer is None:
             return
@@ -259,7 +269,7 @@ class Peers:
         return peer is not None and peer.state in (PeerState.GREETING, PeerState.CONNECTED)
 
     def may_write(self, engine_id: str) -> bool:
-        """Return whether the lease on a peer's memory holds; if not, suspect the peer."""
+        """Return whether the lease on a peer's memory is valid; if not, suspect the peer."""
         peer = self._peers.get(engine_id)
         if peer is None or not peer.is_probed:
             return False
@@ -269,7 +279,7 @@ class Peers:
         return False
 
     def tick(self) -> None:
-        """Suspect silent peers; say Hello and Beat when due."""
+        """Suspect silent peers; send Hello and Beat when they are due."""
         for peer in self:
             self._lose_if_silent(peer)
             if self._greets:
@@ -277,7 +287,7 @@ class Peers:
 
     @property
     def is_meeting(self) -> bool:
-        """Return whether a new peer may answer at any moment."""
+        """Return whether a new peer's answer is expected soon."""
         now = self._turn.now
         return any(p.state is PeerState.GREETING and now < p.report_at for p in self)
 
@@ -301,7 +311,7 @@ class Peers:
         self.send(peer.engine_id, hello)
 
     def is_fresh(self, engine_id: str) -> bool:
-        """Return whether a known peer's lease still holds."""
+        """Return whether a known peer's lease is valid."""
         return self._is_fresh(self._peers[engine_id])
 
     def _is_fresh(self, peer: Peer) -> bool:
@@ -313,10 +323,10 @@ class Peers:
             self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """Make a peer suspect, and report it once."""
+        """Make a peer suspect, and report this once."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
-        if self._greets:  # greet again, so that the peer asks for a new probe
+        if self._greets:  # greet the peer again, so that it asks for a new probe
             peer.is_probed = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)
@@ -324,10 +334,10 @@ class Peers:
     # ------------------------------------------------------------------ messages
 
     def send(self, engine_id: str, message: Message, *, wants_result: bool = False) -> bool:
-        """Send a message; return False, and report the peer once, if it cannot be reached.
+        """Send a message; if the peer cannot be reached, report the peer once and return False.
 
         Args:
-            wants_result: whether `SendEnded` follows a success; it always follows a failure.
+            wants_result: whether `SendEnded` also follows a success; it always follows a failure.
         """
         peer = self._peers.get(engine_id)
         if peer is None:
@@ -341,7 +351,7 @@ class Peers:
     def send_again(self, result: SendEnded) -> bool:
         """Send a failed message again over a new connection; return False if impossible.
 
-        The old connection stays broken, even if the peer is well.
+        The old connection stays broken, even if the peer works again.
         """
         action = result.action
         logger.warning("cannot reach %s: %s", action.engine_id, result.problem)
@@ -357,9 +367,10 @@ class Peers:
             self._lose(peer, f"{peer.engine_id} cannot be reached")
 
     def _send_anew(self, peer: Peer, action: Send) -> bool:
-        """Reconnect and send, unless the pause is not over or writes are in flight.
+        """Reconnect and send, unless the back-off pause lasts or writes are in flight.
 
-        Writes in flight use the old connection. They end soon, because this peer's transfers fail.
+        Writes in flight use the old connection. These writes end soon, because this peer's
+        transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):
@@ -387,23 +398,23 @@ class _DeadPeer:
 
 
 class DeadPeers:
-    """Dead peers of one receiver whose last bytes may still be in our sockets.
+    """Dead peers of one receiver whose last bytes may still be in this node's sockets.
 
-    On TCP, the transport reads bytes from a socket on our own thread, and writes them to our
-    memory. A dead process posts nothing more, but bytes in its send buffer and in our receive
-    buffer are still read and written, even after the peer is removed (docs/log.md).
+    On TCP, a thread of this node reads bytes from a socket and writes them to this node's memory. A
+    dead process posts nothing more, but bytes in its send buffer and in this node's receive buffer
+    are still read and written, even after the peer is removed (docs/log.md).
 
-    The transport does not tell when a socket is empty. Each successful read continues until it
-    finds nothing. Between reads, the kernel delivers further bytes at once, or when a timer of some
-    200 ms fires. So a few reads over a longer time leave nothing. Time alone would prove nothing,
-    as a stopped thread reads nothing.
+    The transport does not tell when a socket is empty. Each successful read continues until the
+    socket is empty. Between reads, the kernel delivers further bytes at once, or when a timer of
+    about 200 ms fires. So several reads over a longer time find all bytes. Waiting alone would
+    prove nothing, because a stopped thread reads nothing.
     """
 
     def __init__(self) -> None:
         self._dead_peers: dict[str, _DeadPeer] = {}
 
     def add_dead_peer(self, engine_id: str, now: float, num_read_rounds: int) -> None:
-        """Add a peer whose death was noticed now, after ``num_read_rounds`` rounds of reading."""
+        """Add a peer whose death was noticed now, after ``num_read_rounds`` read rounds."""
         self._dead_peers.setdefault(engine_id, _DeadPeer(now, num_read_rounds))
 
     def take_drained(self, now: float, num_read_rounds: int) -> list[str]:

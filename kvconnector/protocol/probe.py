@@ -1,4 +1,4 @@
-"""Probe: tests before the first KV whether bytes written to a peer arrive, and how fast.
+"""Probe: tests, before the first KV is sent, whether written bytes reach a peer, and how fast.
 
     P                                D
     Hello (test 7)          ->       clears a slot of its scratch memory, if one is free
@@ -34,26 +34,26 @@ from kvconnector.protocol.peers import Peers, PeerState
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
-OFFER_S = 2 * TIMEOUT_S  # time after which a slot is free again, even if its peer is silent
-REPEAT_S = 0.05  # interval of repeats of an unanswered SelfTest
-# Limits on the number of writes, and on the time for posting them, in a bandwidth measurement. The
-# result is right for a slow path, and a lower bound for a path that the I/O thread cannot fill.
+OFFER_S = 2 * TIMEOUT_S  # seconds after which a slot is free again, even if its peer is silent
+REPEAT_S = 0.05  # seconds between repeats of an unanswered SelfTest
+# Limits on a bandwidth measurement: the number of writes, and the seconds spent posting them. The
+# result is right for a slow path. For a path that the I/O thread cannot fill, it is a lower bound.
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
-ROUND_S = 0.001  # limit of posting per round, if posting copies; then it is other peers' turn
+ROUND_S = 0.001  # seconds per round for posting writes that copy; then other peers get their turn
 
 
 @dataclass(slots=True)
 class _Probe:
-    """A probe begun by the sender.
+    """A probe that the sender began.
 
     Attributes:
-        num_in_flight: posted writes not known to be complete.
-        timed_from: when the first write, which sets up the connection, was complete.
-        num_posted: posted writes, the first included.
+        num_in_flight: number of posted writes that may be incomplete.
+        timed_from: when the first write was complete; that write sets up the connection.
+        num_posted: number of posted writes, including the first.
         bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
-        is_over: whether the probe was answered or given up, so that only its writes are left.
+        is_over: whether the probe was answered or abandoned; only its writes may remain.
     """
 
     number: int
@@ -69,12 +69,12 @@ class _Probe:
 
 
 class Probes:
-    """The sender's end: at most one probe per peer at a time.
+    """The sender's probes; each peer has at most one at a time.
 
     Args:
-        turn: the state machine's present moment and actions.
+        turn: current time and pending actions of the state machine.
         own: this node's peer info.
-        peers: are told the outcome.
+        peers: table of peers, which records the outcome.
         digest: digest of the pattern that probes write.
     """
 
@@ -89,30 +89,30 @@ class Probes:
         return len(self._probes)
 
     def has_writes(self, engine_id: str) -> bool:
-        """Return whether writes to a peer are in flight."""
+        """Return whether probe writes to a peer are in flight."""
         probe = self._probes.get(engine_id)
         return probe is not None and probe.num_in_flight > 0
 
     @property
     def is_writing(self) -> bool:
-        """Return whether any write is in flight."""
+        """Return whether any probe write is in flight."""
         return any(probe.num_in_flight for probe in self._probes.values())
 
     def start_on_ack(self, ack: HelloAck) -> None:
-        """Start a probe if a peer answered our Hello with a slot, and it is our turn."""
+        """Start a probe if a peer answered this end's Hello with a free slot."""
         peer_id, slot = ack.engine_id, ack.slot
         if slot is not None and slot < NUM_SLOTS and self._peers.try_begin_probe(peer_id, ack.test):
             self._probes[peer_id] = _Probe(ack.test, slot, self._turn.now)
 
     def on_result(self, result: SelfTestResult) -> None:
-        """Handle a peer's result of our probe."""
+        """Handle a peer's result of this end's probe."""
         peer_id = result.engine_id
         probe = self._probes.get(peer_id)
         if probe is None or probe.is_over or probe.number != result.test:
             return
         if result.problem:
             self._fail(peer_id, probe, result.problem)
-        # Otherwise ask the peer again, as its answer was slow.
+        # The answer came too late: ask the peer again.
         elif self._peers.is_fresh(peer_id):
             probe.is_over = True
             path = self._peers[peer_id].path
@@ -120,7 +120,7 @@ class Probes:
             self._peers.pass_probe(peer_id, path, probe.bandwidth_bytes_per_s)
 
     def take_posted(self, result: ProbePosted) -> None:
-        """Count the writes that were posted."""
+        """Count the probe writes that were posted."""
         peer_id = result.action.engine_id
         probe = self._probes[peer_id]
         probe.num_in_flight += result.num_writes
@@ -177,7 +177,7 @@ class Probes:
             self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
 
     def _say(self, peer_id: str, probe: _Probe) -> None:
-        """Tell the peer to check its slot; repeat this, as messages can be lost."""
+        """Ask the peer to check its slot. The message may be lost, so it is repeated."""
         now = self._turn.now
         if now < probe.say_at:
             return
@@ -201,12 +201,12 @@ class Probes:
 
 @dataclass(slots=True)
 class _Offer:
-    """The last probe of a peer.
+    """The last probe that this end offered to a peer.
 
     Attributes:
-        slot: the slot that the peer may write to; None: the slot has been read.
-        seen: the message that the peer sent after writing; None: not sent yet.
-        problem: the result, empty if the bytes were right; None: no result yet.
+        slot: the slot that the peer may write to; None: the slot was read already.
+        seen: the message that the peer sends after writing; None: not received yet.
+        problem: the result: empty if the bytes were right; None: no result yet.
     """
 
     number: int
@@ -217,12 +217,12 @@ class _Offer:
 
 
 class ProbeSlots:
-    """The receiver's end: lends slots to peers and checks the bytes in them.
+    """The receiver's end of probes: offers slots to peers, and checks the bytes in the slots.
 
     Args:
-        turn: the state machine's present moment and actions.
+        turn: current time and pending actions of the state machine.
         own: this node's peer info.
-        peers: are told the outcome.
+        peers: table of peers, which records the outcome.
     """
 
     def __init__(self, turn: Turn, own: PeerInfo, peers: Peers) -> None:
@@ -233,7 +233,7 @@ class ProbeSlots:
 
     @property
     def is_lent(self) -> bool:
-        """Return whether a peer may be writing."""
+        """Return whether any peer may be writing to a slot."""
         return any(offer.slot is not None for offer in self._offers.values())
 
     def offer(self, engine_id: str, number: int) -> int | None:
@@ -242,7 +242,7 @@ class ProbeSlots:
         if known is not None and number <= known.number:
             return known.slot if number == known.number else None
         if known is not None:
-            known.slot = None  # a peer begins a new test only after its old writes have ended
+            known.slot = None  # a peer starts a new test only after its old writes have ended
         taken = {offer.slot for offer in self._offers.values()}
         slot = next((slot for slot in range(NUM_SLOTS) if slot not in taken), None)
         if slot is not None:
@@ -251,7 +251,7 @@ class ProbeSlots:
         return slot
 
     def look(self, message: SelfTest) -> None:
-        """Read a peer's slot, if lent for this probe."""
+        """Read a peer's slot if the slot was offered for this probe."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return
@@ -263,7 +263,7 @@ class ProbeSlots:
             self._answer(offer, message)
 
     def judge(self, result: SlotRead) -> None:
-        """Connect a peer whose bytes are right; tell the peer the result."""
+        """Connect a peer whose bytes are right, and send the result to the peer."""
         offer = self._offers.get(result.action.engine_id)
         if offer is None or offer.seen is None:
             return
@@ -274,7 +274,7 @@ class ProbeSlots:
         else:
             offer.problem = ""
             rate = message.bandwidth_bytes_per_s
-            if not 0 <= rate < math.inf:  # rate comes from the network
+            if not 0 <= rate < math.inf:  # the bandwidth comes from the network and is not trusted
                 rate = 0.0
             log_passed(peer_id, message.transport, rate, message.duration_s)
             self._peers.pass_probe(peer_id, message.transport, rate)
@@ -290,13 +290,13 @@ class ProbeSlots:
         self._peers.send(message.engine_id, result)
 
     def tick(self) -> None:
-        """Take back slots that were lent too long ago."""
+        """Take back slots that were offered too long ago."""
         for engine_id, offer in list(self._offers.items()):
             if offer.slot is not None and self._turn.now >= offer.made_at + OFFER_S:
                 del self._offers[engine_id]
 
     def forget(self, engine_id: str) -> None:
-        """Forget a peer; its late writes can spoil another peer's probe, but no KV."""
+        """Forget a peer. Its late writes can spoil another peer's probe, but no KV."""
         self._offers.pop(engine_id, None)
 
 

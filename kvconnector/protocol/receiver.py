@@ -62,7 +62,7 @@ class ReceiveMachine:
         make_peers: makes the table of peers.
 
     Attributes:
-        grants: Grant messages to repeat, for transfers neither committed nor ended.
+        grants: Grant messages to repeat for transfers that have neither committed nor ended.
     """
 
     def __init__(self, own: PeerInfo, make_peers: Callable[..., Peers] = Peers) -> None:
@@ -72,7 +72,7 @@ class ReceiveMachine:
         self._slots = ProbeSlots(self._turn, own, self.peers)
         self.grants = Repeats()
         self._dead_peers = DeadPeers()
-        self._num_read_rounds = 0  # rounds in which the transport's messages were read
+        self._num_read_rounds = 0  # number of rounds in which the transport's messages were read
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
@@ -88,7 +88,7 @@ class ReceiveMachine:
         self.peers.tick()
         for engine_id in self._dead_peers.take_drained(now, self._num_read_rounds):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
-        # A sender that ended the transfer, and whose last message was lost, answers with Quiet.
+        # A sender that ended the transfer, but whose last message was lost, answers with Quiet.
         for _, grant in self.grants.take_due(now):
             self.peers.send(grant.engine_id, grant.message)
         self._slots.tick()
@@ -101,7 +101,7 @@ class ReceiveMachine:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether a peer may be writing a probe, whose speed is measured."""
+        """Return whether a peer may be writing a probe, whose speed is being measured."""
         return self._slots.is_lent
 
     # ------------------------------------------------------------------ the node's wishes
@@ -129,7 +129,7 @@ class ReceiveMachine:
             case SlotRead():
                 self._slots.judge(item)
             case Forbidden(action=forbid):
-                # The transport drops the peer's late writes, so nobody waits for its Quiet.
+                # The transport drops the peer's late writes, so this end need not wait for Quiet.
                 self._report(TransferEventKind.FAILED, forbid.engine_id, forbid.key)
             case Meet(peer=peer):
                 self.peers.meet(peer)
@@ -194,7 +194,7 @@ class ReceiveMachine:
                 key = (message.request_id, message.epoch)
                 self._end(key, peer_id)
                 self._report(TransferEventKind.FAILED, peer_id, key, reason=message.reason)
-            case Digests():  # only a sign of life: `digests.py` compares them
+            case Digests():  # only a sign of life: `digests.py` compares the digests
                 pass
 
     def _end(self, key: TransferKey, engine_id: str) -> None:
@@ -202,7 +202,7 @@ class ReceiveMachine:
         self._turn.ask(Forbid(engine_id, key))
 
     def _answer_beat(self, message: Beat) -> None:
-        """Answer a peer that passed a probe; otherwise be silent, so that the peer sends Hello."""
+        """Answer a peer that passed a probe; ignore any other peer, so that it sends Hello."""
         if self.peers[message.engine_id].is_probed:
             beat = Beat(engine_id=self._own.engine_id, sent_at_s=message.sent_at_s)
             self.peers.send(message.engine_id, beat, wants_result=True)

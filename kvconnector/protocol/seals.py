@@ -1,11 +1,11 @@
-"""Seals: every message has a MAC for its pair and direction, and a number that is used once.
+"""Seals: each message carries a MAC for its pair and direction, and a number used only once.
 
     tag, 16 bytes | number, 8 bytes | message          tag = BLAKE2b(key of the direction)
 
-An accepted message was sent by this peer to us, by these two process starts, and is accepted once.
-Forged, altered, shortened, reflected or repeated messages, and messages of other pairs, are
-refused. A refused message counts as lost: the protocol repeats important messages with a new
-number.
+An accepted message was sent to this node by this peer, within these two process starts, and was not
+accepted before. Forged, altered, shortened, reflected or repeated messages, and messages of other
+pairs, are refused. A refused message counts as lost: the protocol repeats important messages with a
+new number.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kvconnector.protocol.pair_keys import KeyPair, PairKeys
 TAG_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = TAG_BYTES + NUMBER_BYTES
-# A message is refused if this many later messages of its sender have been accepted.
+# A message is refused if its number is this far below its sender's highest accepted number.
 WINDOW = 4096
 _WINDOW_BITS = (1 << WINDOW) - 1
-# Channels of departed peers are kept, as such peers, and their messages, may return.
+# Most channels that are kept. Departed peers' channels are kept, too, as these peers may return.
 MAX_CHANNELS = 4096
 
 
 class Refusal(Enum):
     """Why a message was refused."""
 
-    STRANGER = "stranger"  # no peer has this name (yet)
+    STRANGER = "stranger"  # no known peer has this name
     LEFT = "left"  # from a peer that the router has lost
     TOO_LONG = "too long"
-    FORGED = "forged"  # not from this peer to us, or altered
+    FORGED = "forged"  # altered, or not from this peer to this node
     REPLAYED = "replayed"  # accepted before, or far too late
-    MALFORMED = "malformed"  # from this peer, but no known message
-    FLOOD = "flood"  # more than is kept per peer
+    MALFORMED = "malformed"  # from this peer, but not decodable
+    FLOOD = "flood"  # exceeds the messages kept per peer
 
 
 class RefusedMessageError(TransferError):
@@ -52,14 +52,14 @@ class RefusedMessageError(TransferError):
 
 
 class ReplayWindow:
-    """Accepts each number once, in any order, unless it is too late (RFC 4303, 3.4.3)."""
+    """Accepts each message number once, in any order, unless it is too old (RFC 4303, 3.4.3)."""
 
     def __init__(self) -> None:
         self._highest = 0
         self._seen = 0  # bit i: the number `highest - i` was accepted
 
     def accept_number(self, number: int) -> bool:
-        """Accept a number; return False if it was accepted before or is too late."""
+        """Accept a number; return False if it was accepted before or is too old."""
         ahead = number - self._highest
         if ahead > 0:
             kept = self._seen << ahead if ahead < WINDOW else 0
@@ -73,12 +73,12 @@ class ReplayWindow:
 
 
 class Channel:
-    """Seals messages to one peer and opens messages from that peer.
+    """Seals messages to one peer and opens messages from this peer.
 
     Args:
         public_key: the peer's public key.
         keys: the keys shared with the peer.
-        numbers: yields a new number for each message, to any peer.
+        numbers: yields a new number for each message to any peer.
     """
 
     def __init__(self, public_key: bytes, keys: PairKeys, numbers: Iterator[int]) -> None:
@@ -103,7 +103,7 @@ class Channel:
 
 
 class Channels:
-    """The channels of one process start.
+    """The channels to all peers of one process start.
 
     Args:
         own_id: engine id of this end.
@@ -117,7 +117,7 @@ class Channels:
 
     @property
     def public_key(self) -> bytes:
-        """Return this process start's public key."""
+        """Return the public key of this process start."""
         return self._key_pair.public
 
     def __contains__(self, engine_id: object) -> bool:
@@ -130,10 +130,10 @@ class Channels:
         """Agree on keys with a peer, once per pair of process starts.
 
         Args:
-            present: engine ids whose channels stay when there are too many.
+            present: engine ids whose channels are kept when there are too many channels.
 
-        Raises TransferError for a bad public key, or another key than before, as an engine id
-        belongs to one process start.
+        Raises TransferError for a bad public key, or for a key that differs from the peer's earlier
+        key: an engine id belongs to one process start.
         """
         known = self._channels.pop(peer.engine_id, None)
         if known is None:
@@ -146,13 +146,13 @@ class Channels:
                         f"{len(self._channels)} peers are connected, the most that may be"
                     )
                 del self._channels[gone]
-        self._channels[peer.engine_id] = known  # the newest is removed last
+        self._channels[peer.engine_id] = known  # remove the newest channel last
         if known.public_key != peer.public_key:
             raise TransferError(f"{peer.engine_id} is known with another public key")
 
 
 def peek(payload: bytes) -> Message:
-    """Decode a sealed message without checking its seal; only for faults and tests.
+    """Decode a sealed message without checking its MAC; only for fault injection and tests.
 
     Raises TransferError for bytes that are no message.
     """

@@ -3,7 +3,7 @@
     STARTED -> (granted) PUSHING -> COMMITTED
          `--------------------`----> FAILED
 
-A transfer is COMMITTED or FAILED only once none of its writes is in flight. Refuses to know:
+A transfer becomes COMMITTED or FAILED only when none of its writes is in flight. Refuses to know:
 transports, threads, how the decode node verifies blocks.
 """
 
@@ -72,7 +72,7 @@ class SendMachine:
 
     Attributes:
         transfers: the open transfers.
-        repeats: repeats Start until granted, and Commit until all blocks are verified.
+        repeats: messages to repeat: Start until granted, and Commit until all blocks are verified.
         totals: counts of posted blocks and bytes, for the metrics.
     """
 
@@ -87,7 +87,7 @@ class SendMachine:
     ) -> None:
         self._own = own
         self._num_layers = own.manifest.layers_per_unit
-        self._slices: dict[str, Slices] = {}  # by peer, while there are transfers to the peer
+        self._slices: dict[str, Slices] = {}  # by peer; kept while transfers to the peer are open
         self._portions = portions
         self._is_verified = is_verified
         self._turn = Turn()
@@ -98,8 +98,9 @@ class SendMachine:
         self.transfers: dict[TransferKey, Transfer] = {}
         self.repeats = Repeats()
         self.totals = PushTotals()
-        self._to_post: deque[Transfer] = deque()  # transfers to serve in this round
-        self._room_bytes: dict[str, int] = {}  # bytes that may still be posted to each peer
+        self._to_post: deque[Transfer] = deque()  # transfers to post in this round
+        # Bytes that may still be posted to each peer in this round
+        self._room_bytes: dict[str, int] = {}
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
@@ -152,7 +153,7 @@ class SendMachine:
 
     @property
     def is_expecting(self) -> bool:
-        """Return whether messages may come soon."""
+        """Return whether messages may arrive soon."""
         return bool(self.transfers) or bool(self._probes) or self.peers.is_meeting
 
     @property
@@ -191,10 +192,10 @@ class SendMachine:
         transfer.pieces += cut(push, max(1, blocks_per_write))
 
     def _leave(self, engine_id: str) -> None:
-        """Fail a peer's transfers; forget the peer once nothing is in flight to it.
+        """Fail a peer's transfers; forget the peer once no write to it is in flight.
 
-        The router has lost the peer, but the peer may be alive, and posted writes may still land
-        there. Quiet is sent only after the last write.
+        The router has lost the peer, but the peer may be alive, and posted writes may still reach
+        it. Quiet is sent only after the last write.
         """
         self.peers.leave(engine_id)
         self._fail_all(engine_id, "the decode node is gone")
@@ -204,12 +205,13 @@ class SendMachine:
     def _handle_message(self, message: Grant | Cancel | Resend | Verified) -> None:
         transfer = self.transfers.get((message.request_id, message.epoch))
         if transfer is None:
-            # The transfer has ended here. Send Quiet again, as the peer may hold blocks for it.
+            # This end has ended the transfer. Send Quiet again: the peer may still hold blocks for
+            # the transfer.
             self._send_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
         elif transfer.engine_id != message.engine_id:
             logger.warning("dropped a message about another node's transfer")
         elif isinstance(message, Cancel):
-            self._fail(transfer, "")  # no reason, as the decode node knows it
+            self._fail(transfer, "")  # no reason is reported: the decode node knows it
         elif isinstance(message, Resend):
             self._send_again(transfer, message)
         elif isinstance(message, Verified):
@@ -244,7 +246,7 @@ class SendMachine:
 
     def _on_send_ended(self, result: SendEnded) -> None:
         message = result.action.message
-        if not result.problem:  # a Commit that needs no answer was sent
+        if not result.problem:  # the message was a Commit that needs no answer
             assert isinstance(message, Commit)
             self._end(self.transfers.get((message.request_id, message.epoch)))
         elif not self.peers.send_again(result):
@@ -261,7 +263,10 @@ class SendMachine:
     # ------------------------------------------------------------------ writing
 
     def _begin_round(self) -> None:
-        """Refill each peer's room; post computed and granted pieces, one transfer after another."""
+        """Refill each peer's byte budget.
+
+        Post computed and granted pieces, one transfer at a time.
+        """
         if not self.transfers:
             return
         self._room_bytes.clear()
@@ -271,10 +276,10 @@ class SendMachine:
                 room -= self._num_bytes(transfer.engine_id, len(piece.block_ids), piece.layers)
             self._room_bytes[transfer.engine_id] = room
         self._to_post = deque(self.transfers.values())
-        self._turn.ask(Pause())  # `_post_next` runs at its end
+        self._turn.ask(Pause())  # `_post_next` runs after this action
 
     def _post_next(self) -> None:
-        """Write the next piece, if its peer has room and the lease holds."""
+        """Post the next piece if its peer's byte budget allows it and the lease is valid."""
         while self._to_post:
             transfer = self._to_post[0]
             write = self._next_write(transfer)
@@ -286,7 +291,7 @@ class SendMachine:
 
     def _next_write(self, transfer: Transfer) -> Write | None:
         grant, engine_id = transfer.granted, transfer.engine_id
-        # Checked before each post, as this process may have stood still since the last one.
+        # Checked before each post: this process may have been stopped since the last post.
         while (
             self._room_bytes[engine_id] > 0
             and transfer.can_post
@@ -294,7 +299,7 @@ class SendMachine:
         ):
             assert grant is not None
             piece = transfer.pieces.popleft().from_place(grant.first_block)
-            if piece.indices:  # otherwise, the decode node already has these blocks
+            if piece.indices:  # the decode node already has the other blocks
                 remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
                 key = transfer.request_id, transfer.epoch
                 return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
@@ -316,7 +321,7 @@ class SendMachine:
             transfer.writes.append(piece)
             if result.is_done:
                 self._count_off(transfer)
-        self._turn.ask(Pause())  # `_post_next` runs at its end
+        self._turn.ask(Pause())  # `_post_next` runs after this action
 
     def _on_write_ended(self, result: WriteEnded) -> None:
         if not result.key[0]:
@@ -330,9 +335,9 @@ class SendMachine:
         self._count_off(transfer)
 
     def _count_off(self, transfer: Transfer) -> None:
-        """Remove the oldest write, and send its watermark."""
+        """Remove the oldest write, which has completed, and send its watermark."""
         watermark = transfer.writes.popleft().watermark
-        # After the last push, no watermark: the Commit follows.
+        # The last push needs no watermark: the Commit follows.
         if watermark is not None and transfer.failure is None and not transfer.record:
             self.peers.send(
                 transfer.engine_id,
@@ -350,7 +355,10 @@ class SendMachine:
         return num_blocks * self._slices_to(engine_id).num_bytes(layers)
 
     def _slices_to(self, engine_id: str) -> Slices:
-        """Return the slices between our ranks and a peer's; an unknown peer: as between equals."""
+        """Return the slices between this node's and a peer's ranks.
+
+        For an unknown peer, as if both were equal.
+        """
         if engine_id not in self._slices:
             theirs = self.peers[engine_id].info if engine_id in self.peers else self._own
             self._slices[engine_id] = Slices(self._own.manifest, theirs.manifest)
@@ -368,7 +376,7 @@ class SendMachine:
             transfer = self.transfers.get(key)
             if transfer is None or not transfer.waits_for_answer:
                 self.repeats.remove(key, repeat.engine_id)
-            # After a Resend, a new Commit follows the blocks, so the old one is not repeated.
+            # After a Resend, a new Commit follows the blocks; the old Commit is not repeated.
             elif not transfer.commit_is_sent or transfer.is_complete:
                 self.peers.send(repeat.engine_id, repeat.message)
 
@@ -405,10 +413,10 @@ class SendMachine:
         self.repeats.remove(key, transfer.engine_id)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
-        """Stop posting for a transfer; `_finish_if_quiet` ends it once nothing is in flight.
+        """Stop posting a transfer's writes; `_finish_if_quiet` ends it once none is in flight.
 
         Args:
-            transfer: the transfer; None: it has ended here already, so do nothing.
+            transfer: the transfer to fail; None: it has ended already, so nothing is done.
         """
         if transfer is not None:
             transfer.fail(reason)

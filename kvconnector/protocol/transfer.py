@@ -1,4 +1,4 @@
-"""Transfer: the sender's record of one request's blocks: granted, posted, complete."""
+"""Transfer: the sender's record of one request's blocks: granted, posted and complete ones."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from kvconnector.base import BlockPush, ConnectorMetrics, HandoffRecord
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # most times that blocks with a wrong digest are written again
+MAX_ATTEMPTS = 3  # most rewrites of blocks with a wrong digest
 
 
 @dataclass(frozen=True, slots=True)
 class Portions:
-    """Limits of posted bytes, by kind of memory.
+    """Limits of posted bytes for one kind of memory (host or GPU).
 
     Attributes:
         write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
-        in_flight_bytes: most bytes in flight to one peer. Room is refilled once per round of the
-            I/O thread, so this limits a path's bandwidth.
+        in_flight_bytes: most bytes in flight to one peer. The I/O thread refills this budget once
+            per round, so it limits a path's bandwidth.
     """
 
     write_bytes: int
     in_flight_bytes: int
 
 
-# A round takes about 0.2 ms, so these limits allow 160 GB/s, and 1.3 TB/s for GPUs and NVLink.
+# A round takes about 0.2 ms, so these limits allow 160 GB/s from host memory, and 1.3 TB/s from
+# GPUs over NVLink.
 HOST_PORTIONS = Portions(write_bytes=8 * 2**20, in_flight_bytes=32 * 2**20)
 DEVICE_PORTIONS = Portions(write_bytes=32 * 2**20, in_flight_bytes=256 * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a push, posted as one write.
+    """A part of a push that is posted as one write.
 
     Attributes:
-        indices: places of ``block_ids`` among the request's travelling blocks.
-        watermark: numbers of prompt tokens and travelling blocks that are complete once this and
-            all earlier pieces have arrived.
-        is_computed: returns whether the GPU has computed the blocks; None: they are computed.
-        attempt: how often the decode node has asked for the piece's blocks again.
+        indices: indexes of ``block_ids`` among the request's transferred blocks.
+        watermark: numbers of prompt tokens and of transferred blocks that are complete once this
+            and all earlier pieces have arrived.
+        is_computed: returns whether the GPU has computed the blocks; None: the blocks are computed.
+        attempt: how often the decode node has requested the piece's blocks again.
     """
 
     indices: tuple[int, ...]
@@ -52,7 +53,7 @@ class Piece:
     attempt: int = 0
 
     def from_place(self, first: int) -> Piece:
-        """Return the part of this piece from place ``first`` on; may be empty."""
+        """Return the part of this piece from index ``first`` on; the part may be empty."""
         if all(index >= first for index in self.indices):
             return self
         pairs = zip(self.indices, self.block_ids, strict=True)
@@ -66,7 +67,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PushTotals:
-    """Counts of everything that one sender has posted, for the metrics."""
+    """Counts of all blocks, bytes and ranges that one sender has posted, for the metrics."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -85,19 +86,21 @@ class PushTotals:
 
 @dataclass(slots=True)
 class Transfer:
-    """One attempt to hand over one request.
+    """One attempt to hand over one request's KV.
 
     Attributes:
-        groups: KV group of each travelling block; empty: there is only one group.
+        groups: KV group of each transferred block; empty: there is only one group.
         granted: the decode node's grant; None: not granted yet.
         pieces: pieces to post, in order.
         writes: posted pieces that are not complete, in order.
-        record: the hand-off record of the last push; None: the last push has not come yet.
-        last_at: when the last push came.
-        failure: why the transfer fails; None: it does not. A failed transfer posts nothing more.
-        block_ids: this node's ids of posted blocks, by place among the travelling blocks.
-        attempts: how often blocks were asked for again, by place and layers.
-        commit_is_sent: whether the Commit was sent; if verified, the transfer is still open.
+        record: the hand-off record of the last push; None: the last push has not been queued.
+        last_at: when the last push was queued.
+        failure: why the transfer fails; None: it has not failed. A failed transfer posts nothing
+            more.
+        block_ids: this node's ids of posted blocks, by index among the transferred blocks.
+        attempts: how often blocks were requested again, by index and layers.
+        commit_is_sent: whether the Commit was sent. If blocks are verified, the transfer stays open
+            after the Commit.
     """
 
     request_id: str
@@ -122,14 +125,14 @@ class Transfer:
 
     @property
     def can_post(self) -> bool:
-        """Return whether the next piece is granted and computed."""
+        """Return whether the next piece is both granted and computed."""
         if self.granted is None or self.failure is not None or not self.pieces:
             return False
         is_computed = self.pieces[0].is_computed
         return is_computed is None or is_computed()
 
     def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
-        """Make the Commit of node ``engine_id``, once all blocks are written."""
+        """Make the Commit message of node ``engine_id`` once all blocks are written."""
         assert self.record is not None
         return Commit(
             engine_id=engine_id,
@@ -160,17 +163,18 @@ class Transfer:
         """Count a piece that was posted to the decode node's blocks ``remote``.
 
         Args:
-            num_ranges: number of ranges per block, which depends on both nodes' ranks.
+            num_ranges: number of memory ranges per block, which depends on both nodes' ranks.
             num_layers: number of layers of a whole block.
         """
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
-        # Blocks sent in parts have no adjacent layers, so they cannot be merged into one range.
+        # A block that is sent in parts is not contiguous with its neighbours, so no ranges are
+        # merged.
         layers = piece.layers
         is_whole = layers in (None, (0, num_layers)) and num_ranges == 1
         num_descriptors = (
             count_runs(piece.block_ids, remote) if is_whole else num_ranges * len(remote)
         )
-        # A block sent in parts counts once, with its first part.
+        # A block that is sent in parts is counted with its first part.
         num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
         if piece.attempt == 0:
             self.num_blocks_pushed += num_blocks
@@ -183,7 +187,9 @@ class Transfer:
         self.totals.posting_s += posting_s
 
     def send_again(self, indices: list[int], layers: LayerRange, attempt: int) -> None:
-        """Queue blocks to be written again; repeated and late requests for them count once.
+        """Queue blocks to be written again.
+
+        Repeated or late requests for the same attempt count once.
 
         Fails the transfer after too many attempts.
         """
@@ -198,19 +204,19 @@ class Transfer:
         self.pieces.append(Piece(tuple(wanted), block_ids, layers, attempt=attempt))
 
     def fail(self, reason: str) -> None:
-        """Fail the transfer: post nothing more."""
+        """Fail the transfer, so that nothing more is posted."""
         if self.failure is None:
             self.failure = reason
             self.pieces.clear()
 
     @property
     def waits_for_answer(self) -> bool:
-        """Return whether the sender waits for a message of the decode node."""
+        """Return whether the sender waits for a message from the decode node."""
         return self.failure is None and (self.granted is None or self.commit_is_sent)
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all blocks and the record have arrived."""
+        """Return whether all blocks and the hand-off record have arrived."""
         return bool(
             self.record and self.granted is not None and not self.pieces and not self.writes
         )
@@ -219,7 +225,8 @@ class Transfer:
 def cut(push: BlockPush, max_blocks: int) -> list[Piece]:
     """Cut a push into pieces of at most ``max_blocks`` blocks, in order of block ids.
 
-    Blocks adjacent on both nodes are then neighbours in a piece, and travel as one range.
+    Blocks that are adjacent on both nodes are then neighbours in a piece, and are written as one
+    range.
     """
     order = sorted(range(len(push.block_ids)), key=push.block_ids.__getitem__)
     pieces = []

@@ -1,1 +1,1 @@
-"""Nodes of several ranks: each rank owns a transport and memory; the leading rank commands all."""
+"""Nodes of several ranks: each rank has a transport and memory; the leading rank commands all."""

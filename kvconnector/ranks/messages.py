@@ -1,7 +1,7 @@
-"""Messages between a node's leading process and the transports of its other ranks.
+"""Messages between a node's leading process and the transports of the node's other ranks.
 
-Plain values in msgpack, over a private connection. A call is answered at once, a write when it has
-ended.
+The messages are plain values in msgpack, sent over a private connection. A call is answered at
+once, a write when it has ended.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvconnector.peer_info import RankMemory
 
 
 class Open(msgspec.Struct, frozen=True):
-    """The first message to a rank: open a transport of this kind, for this node."""
+    """The first message to a rank: open a transport of this kind for this node."""
 
     connector: str
     engine_id: str
 
 
 class Learn(msgspec.Struct, tag=True, frozen=True):
-    """A call: connect to a peer; answered with the path."""
+    """A call: connect to a peer; the answer is the path."""
 
     call: int
     peer: bytes
@@ -35,7 +35,7 @@ class Forget(msgspec.Struct, tag=True, frozen=True):
 
 
 class WriteBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Post the rank's slices of these blocks; see `KVTransport.write`."""
+    """Post this rank's slices of these blocks; see `KVTransport.write`."""
 
     number: int
     engine_id: str
@@ -48,7 +48,7 @@ class WriteBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class WriteSlot(msgspec.Struct, tag=True, frozen=True):
-    """Post the rank's part of a self-test; see `KVTransport.write_scratch`."""
+    """Post this rank's part of a self-test; see `KVTransport.write_scratch`."""
 
     number: int
     engine_id: str
@@ -56,7 +56,7 @@ class WriteSlot(msgspec.Struct, tag=True, frozen=True):
 
 
 class LendSlot(msgspec.Struct, tag=True, frozen=True):
-    """A call: clear a slot for a peer."""
+    """A call: clear a slot of the scratch memory for a peer."""
 
     call: int
     slot: int
@@ -64,14 +64,14 @@ class LendSlot(msgspec.Struct, tag=True, frozen=True):
 
 
 class DigestSlot(msgspec.Struct, tag=True, frozen=True):
-    """A call: digest a slot; answered with the digest of its bytes."""
+    """A call: digest a slot; the answer is the digest of the slot's bytes."""
 
     call: int
     slot: int
 
 
 class DigestSlices(msgspec.Struct, tag=True, frozen=True):
-    """A call: digest the rank's slices; see `BlockDigests.of_slices`."""
+    """A call: digest this rank's slices of blocks; see `BlockDigests.of_slices`."""
 
     call: int
     engine_id: str
@@ -85,7 +85,7 @@ class DigestSlices(msgspec.Struct, tag=True, frozen=True):
 
 
 class Permit(msgspec.Struct, tag=True, frozen=True):
-    """Let a peer write these blocks; also: bytes may arrive soon."""
+    """Allow a peer to write these blocks; bytes may arrive soon afterwards."""
 
     engine_id: str
     request_id: str
@@ -94,7 +94,10 @@ class Permit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prohibit(msgspec.Struct, tag=True, frozen=True):
-    """A call: forbid a transfer's writes; answered with whether none can land any more."""
+    """A call: forbid a transfer's writes.
+
+    The answer is whether none of them can arrive any more.
+    """
 
     call: int
     engine_id: str
@@ -103,13 +106,13 @@ class Prohibit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The first message from a rank: the place of its memory."""
+    """The first message from a rank: the addresses of the rank's memory."""
 
     memory: RankMemory
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a call; ``problem``: the error that the call raised."""
+    """The answer to a call; ``problem`` is the error that the call raised."""
 
     call: int
     value: Any = None
@@ -117,7 +120,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A write is complete at the peer, or has failed with nothing in flight."""
+    """A rank's write is complete at the peer, or has failed and is no longer in flight."""
 
     number: int
     problem: str = ""

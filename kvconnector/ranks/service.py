@@ -1,8 +1,9 @@
-"""RankService: one rank's transport, served on a separate thread of the rank's process.
+"""RankService: serves one rank's transport on a separate thread of the rank's process.
 
     commands of the leading process -> post, connect, read       each write's end is reported
 
-Also drives the transport, which may have to read peers' writes from sockets. Decides nothing.
+The service also drives the transport, which may have to read peers' writes from sockets. It makes
+no decisions.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.001
 IDLE_POLL_S = 0.025
 MAX_READ_FAILURES = 100  # consecutive failures after which the transport counts as broken
-_SELECTABLE = 1024  # `select` takes only descriptors below this number
-_WARM_S = 2.0  # seconds after a command in which to poll quickly
+_SELECTABLE = 1024  # `select` accepts only file descriptors below this number
+_WARM_S = 2.0  # seconds of fast polling after a command
 
 
 def open_transport(start: Open, memory: KVMemory) -> KVTransport:
-    """Open a rank's transport."""
+    """Open the transport of one rank."""
     return KV_CONNECTORS.load(start.connector)(start.engine_id, memory)
 
 
 def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
-    """Serve this rank's transport until the leading process hangs up.
+    """Serve this rank's transport until the leading process closes the connection.
 
     Args:
         memory: this rank's KV memory.
@@ -79,7 +80,7 @@ def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
 
 
 class RankService:
-    """Serves one rank's transport on one thread.
+    """Serves commands to one rank's transport on one thread.
 
     Args:
         connection: connection to the leading process.
@@ -107,7 +108,7 @@ class RankService:
         self._say(Ready(place))
 
     def run(self) -> None:
-        """Serve commands; raises EOFError when the other end is gone."""
+        """Serve commands; raise EOFError when the leading process has closed the connection."""
         while True:
             self.round(self._pause_s())
 
@@ -130,7 +131,7 @@ class RankService:
             self._say(Ended(number, problem))
 
     def _progress(self) -> None:
-        """Let the transport make progress, by reading messages, though none can come."""
+        """Let the transport make progress by reading messages, although a rank receives none."""
         try:
             self._transport.take_notifications()
         except TransferError as error:
@@ -142,7 +143,10 @@ class RankService:
             self._num_failures = 0
 
     def _has_come(self, wait_s: float) -> bool:
-        """Return whether a command has come; `Connection.poll` can only wait whole milliseconds."""
+        """Return whether a command has arrived.
+
+        `Connection.poll` can wait only whole milliseconds.
+        """
         descriptor = self._connection.fileno()
         if not 0.0 < wait_s < 0.001 or descriptor >= _SELECTABLE:
             return self._connection.poll(wait_s)

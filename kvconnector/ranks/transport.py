@@ -1,11 +1,11 @@
-"""RanksTransport: the transports of all ranks of a node, as one.
+"""RanksTransport: presents the transports of all ranks of a node as one transport.
 
     write ──┬── the transport of this process's rank       each rank writes its own slices; a write
             └── the other ranks' transports, by messages   is complete when all ranks' parts are
 
-Protocol messages travel between the leading processes of two nodes, over this process's transport.
-Writes of a rank whose process has ended are never reported, as a reported failure means that
-nothing is in flight. The rank's node ends, and its peers notice that.
+The leading processes of two nodes exchange protocol messages over their own transports. If a rank's
+process has ended, its writes are never reported as failed: a reported failure means that nothing is
+in flight. The rank's node ends, and its peers notice the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvconnector.transports.write_parts import WriteParts
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
-_NOBODY_WAITS = 0  # call number whose answer is dropped
+_NOBODY_WAITS = 0  # number of a call whose answer is dropped
 
 
 class OtherRank:
@@ -59,7 +59,7 @@ class OtherRank:
         connection: connection to its `RankService`.
 
     Attributes:
-        is_gone: whether the connection is broken, so that messages are dropped.
+        is_gone: whether the connection is broken; if so, messages are dropped.
     """
 
     def __init__(self, rank: int, connection: Connection) -> None:
@@ -73,7 +73,7 @@ class OtherRank:
         self._ended: dict[int, str] = {}
 
     def say(self, message: ToRank) -> None:
-        """Send a message; do nothing if the rank is gone."""
+        """Send a message to the rank; do nothing if the rank is gone."""
         try:
             self._connection.send_bytes(ENCODER.encode(message))
         except OSError:
@@ -97,7 +97,7 @@ class OtherRank:
             self.is_gone = True
 
     def answer(self, call: int, deadline: float) -> Any:
-        """Wait for a call's answer, and return it; raises TransferError."""
+        """Wait for a call's answer, and return it; raise TransferError if none comes."""
         self._wait(lambda: call in self._answers, deadline)
         answer = self._answers.pop(call)
         if answer.problem:
@@ -105,13 +105,13 @@ class OtherRank:
         return answer.value
 
     def memory(self, deadline: float) -> RankMemory:
-        """Wait until the rank is ready, and return the place of its memory."""
+        """Wait until the rank is ready, and return the addresses of its memory."""
         self._wait(lambda: self._memory is not None, deadline)
         assert self._memory is not None
         return self._memory
 
     def take_end(self, number: int) -> str | None:
-        """Return a write's problem; empty: the write is complete; None: it is in flight."""
+        """Return the problem of an ended write; empty: complete; None: still in flight."""
         if number not in self._ended:
             self.hear()
         return self._ended.pop(number, None)
@@ -132,13 +132,13 @@ class OtherRank:
 
 
 class _RankWrite:
-    """A write that another rank was told to post."""
+    """One rank's part of a write, which the rank was told to post."""
 
     def __init__(self, rank: OtherRank, number: int) -> None:
         self._rank, self._number = rank, number
 
     def is_done(self) -> bool:
-        """Implement `PendingWrite.is_done`; writes of a lost rank stay in flight."""
+        """Return whether the write is complete; writes of a lost rank stay in flight."""
         problem = self._rank.take_end(self._number)
         if problem:
             raise TransferError(problem)
@@ -146,7 +146,7 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """The scratch memory of all ranks; a self-test passes if all ranks' slots are right."""
+    """The scratch memory of all ranks; a self-test passes if every rank's slot is right."""
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call
@@ -174,10 +174,10 @@ class RanksScratch:
 
 
 class RanksTransport:
-    """Commands the transports of all ranks as one `KVTransport`.
+    """Commands the transports of all ranks of a node as one `KVTransport`.
 
     Args:
-        local: the transport of this process's rank; owned from now on.
+        local: the transport of this process's rank; this object closes it.
         connections: connections to the other ranks' transports, by rank.
     """
 
@@ -195,7 +195,7 @@ class RanksTransport:
         self.scratch = RanksScratch(local.scratch, self.call)
 
     def call(self, make: Callable[[int], Call], own: Callable[[], Any]) -> list[Any]:
-        """Call all ranks alike; return this rank's answer, then the others' in order of rank.
+        """Send a call to all ranks; return this rank's answer first, then the others' by rank.
 
         Raises TransferError if a rank does not answer, or answers with a problem.
         """
@@ -207,7 +207,7 @@ class RanksTransport:
         return [answer, *(other.answer(number, deadline) for other in self._others)]
 
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
-        """Return each other rank's digests of its slices, by rank; see `BlockDigests`."""
+        """Return the digests that each other rank computed, by rank; see `BlockDigests`."""
         _, *found = self.call(make, lambda: None)
         ranks = [other.rank for other in self._others]
         return dict(zip(ranks, found, strict=True))
@@ -256,7 +256,7 @@ class RanksTransport:
         make: Callable[[int], WriteBlocks | WriteSlot],
         post: Callable[[], PendingWrite],
     ) -> PendingWrite:
-        """Post a write on all ranks; if a part fails, raise once nothing is in flight."""
+        """Post a write on all ranks. If a part fails, raise once no part is in flight."""
         number, parts, problem = next(self._numbers), list[PendingWrite](), ""
         for other in self._others:
             other.say(make(number))

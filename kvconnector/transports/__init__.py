@@ -1,1 +1,1 @@
-"""Transports: copy bytes between nodes' memories by NIXL, sockets or memory; may inject faults."""
+"""Transports: copy bytes between nodes by NIXL, TLS sockets or memory, with optional faults."""

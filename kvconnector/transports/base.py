@@ -1,6 +1,6 @@
-"""The contract of a transport: copies bytes between nodes' KV memories, and sends short messages.
+"""The contract of a transport, which copies bytes between nodes' KV and sends short messages.
 
-Refuses to know: the protocol's messages, the requests of blocks.
+Refuses to know: the protocol's messages, and the requests to which blocks belong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Certificates(Protocol):
-    """A certificate with chain and key, and the trusted CAs; all PEM."""
+    """A certificate with its chain and key, and the trusted CAs; all in PEM."""
 
     @property
     def chain(self) -> bytes: ...
@@ -32,10 +32,10 @@ class Certificates(Protocol):
 
 
 class CertificateFiles(Protocol):
-    """Certificate files that may be replaced at any time."""
+    """Certificate files that may be replaced while the process runs."""
 
     def current(self) -> Certificates:
-        """Return the current certificates; the same object until a file changes."""
+        """Return the current certificates; the object stays the same until a file changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class TransportOptions:
 
     Attributes:
         listen: host:port at which peers reach the transport; port 0: any free port.
-        tls: certificates to show to peers; None: the transport makes its own.
+        tls: certificates to show to peers; None: the transport makes its own certificate.
     """
 
     listen: str = "127.0.0.1:0"
@@ -62,7 +62,7 @@ class PendingWrite(Protocol):
 
 
 class SelfTestMemory(Protocol):
-    """Memory that self-tests write to: see `Scratch`."""
+    """Memory that peers' self-tests write to; see `Scratch`."""
 
     @property
     def memory(self) -> torch.Tensor: ...
@@ -86,7 +86,7 @@ class KVTransport(Protocol):
 
     @property
     def scratch(self) -> SelfTestMemory:
-        """Return our memory for self-tests."""
+        """Return this node's memory for self-tests."""
 
     @property
     def num_connections(self) -> int:
@@ -107,42 +107,46 @@ class KVTransport(Protocol):
         transfer: TransferKey = NO_TRANSFER,
         groups: Sequence[int] = (),
     ) -> PendingWrite:
-        """Post our slices of blocks, or of some of their layers, to a peer's memory.
+        """Post this node's slices of blocks, or of some layers of blocks, to a peer's memory.
 
         Args:
             transfer: the transfer for which the peer allowed the write (`allow`).
             groups: KV group of each block; empty: all blocks are sliced alike.
 
-        Raises TransferError, and ValueError for unknown ids or layers.
+        Raises TransferError if the write cannot be posted, and ValueError for unknown ids or
+        layers.
         """
 
     def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
-        """Post our pattern to a slot of a peer's scratch memory."""
+        """Post this node's pattern to a slot of a peer's scratch memory."""
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
-        """Let a peer write these blocks for a transfer; cannot refuse one-sided writes."""
+        """Allow a peer to write these blocks for a transfer.
+
+        One-sided writes are always possible.
+        """
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
-        """Forbid a transfer's writes; return whether none of them can land any more.
+        """Forbid a transfer's writes; return whether none of them can arrive any more.
 
-        Transports with one-sided writes cannot refuse them, and return False.
+        A transport with one-sided writes cannot refuse writes, and returns False.
         """
 
     def notify(self, engine_id: str, payload: bytes) -> None:
-        """Send a short message; not ordered with writes. Raises TransferError."""
+        """Send a short message; its order relative to writes is undefined. Raises TransferError."""
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return received messages with their senders; also lets the transport make progress.
+        """Return received messages with their senders; also let the transport make progress.
 
-        A sender is an engine id that the transport knows; it may be only a claim of the other end.
-        The message's seal proves the sender (`seals.py`).
+        The sender is an engine id that the transport knows, or only a claim of the other end. The
+        message's MAC proves the sender (`seals.py`).
         """
 
     def close(self) -> None: ...
 
 
 class MakeTransport(Protocol):
-    """Signature of a registered transport."""
+    """Signature of the function that makes a registered transport."""
 
     def __call__(
         self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS, /

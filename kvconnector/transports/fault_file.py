@@ -1,7 +1,7 @@
-"""FaultFile: faults chosen from outside, in a file, while the node runs.
+"""FaultFile: reads the faults to inject from a file while the node runs.
 
-A load test or a drill writes a spec of `--inject-faults` to a file, and later empties the file.
-Refuses to know: transports.
+A load test or drill writes a fault spec (as for `--inject-faults`) to the file, and later empties
+the file. Refuses to know: transports.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ NO_FAULTS = FaultSpec()
 
 
 class FaultFile:
-    """Reads the file again when it has changed.
+    """Reads the fault file again whenever it has changed.
 
     Args:
-        path: the fault file; raises ConfigError if the file is missing.
+        path: the fault file; a missing file raises ConfigError.
         clock: returns monotonic seconds.
     """
 
@@ -41,7 +41,10 @@ class FaultFile:
         return f"as {self._path} says"
 
     def __call__(self) -> FaultSpec:
-        """Return the present faults; never raises: a bad text is logged and changes nothing."""
+        """Return the present faults. A bad text is logged and changes nothing.
+
+        Nothing is raised.
+        """
         now = self._clock()
         if now < self._look_at:
             return self._spec
@@ -58,9 +61,9 @@ class FaultFile:
 
 
 def faults_of(option: str, node_name: str) -> FaultSpec | FaultFile | None:
-    """Read the option: a spec, ``@FILE``, or ``@FOLDER`` with a file per node name.
+    """Parse ``--inject-faults``: a spec, ``@FILE``, or ``@FOLDER`` with one file per node name.
 
-    Returns None if no fault is asked for. Raises ConfigError.
+    Returns None if the option is empty. Raises ConfigError for a bad option.
     """
     if not option.startswith("@"):
         return FaultSpec.parse(option)

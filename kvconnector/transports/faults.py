@@ -1,8 +1,8 @@
-"""Faults on request: a transport that loses, delays, doubles and swaps messages, and worse.
+"""Faults on request: a transport that loses, delays, duplicates and reorders messages.
 
-For tests and drills; off by default, and logged loudly when on. Wraps any `KVTransport`, unnoticed
-by sender and receiver. Faults are drawn in the order of events: the same seed and the same order
-give the same faults.
+Faults are for tests and drills. They are off by default; a warning is logged when they are on. The
+sender and receiver do not notice that a transport is wrapped. Faults are drawn in the order of
+events: the same seed and the same order give the same faults.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from kvconnector.transports.base import KVTransport, PendingWrite, SelfTestMemor
 logger = logging.getLogger(__name__)
 
 OPTION = "inject_faults"
-WRITE = "Write"  # not a message, but an event for kill points
+WRITE = "Write"  # the name of write events in kill points, beside the names of messages
 MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
-MAX_SWAP_S = 0.1  # most seconds that a message waits to be overtaken
+MAX_SWAP_S = 0.1  # most seconds that a reordered message waits for the next message
 MAX_REMEMBERED_GRANTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class KillPoint:
-    """The moment at which this process kills itself: just before the ``count``-th event.
+    """The moment at which this process kills itself: just before the ``count``-th such event.
 
     Attributes:
         name: a message's type, or ``Write``.
@@ -62,23 +62,25 @@ class KillPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """Faults to inject. Probabilities are per message, write or commit.
+    """Faults to inject. Each probability is per message, write or commit.
 
     Attributes:
         drop: probability that a message is lost.
-        duplicate: probability that a message comes twice.
-        reorder: probability that a message waits until the next one to the same peer has left.
-        delay_s: least and most seconds that each message waits, in both directions.
-        alter: probability that one bit of a message is flipped on arrival, as if forged.
-        corrupt: probability that one bit of a transfer's blocks is wrong when its commit record is
-            read.
+        duplicate: probability that a message is delivered twice.
+        reorder: probability that a message is sent only after the next message to the same peer.
+        delay_s: least and most seconds by which each message is delayed, in both directions.
+        alter: probability that one bit of a message is flipped on arrival, as if by an attacker.
+        corrupt: probability that one bit of a transfer's blocks is flipped before its commit record
+            is read.
         fail_post: probability that a write cannot be posted.
-        corrupt_test: probability that one bit of a self-test is wrong when it is checked.
-        drop_test: probability that a message about a self-test's end is lost, whatever `drop` says.
-        kill: moment at which this process kills itself; None: never.
+        corrupt_test: probability that one bit of a self-test is flipped before the self-test is
+            checked.
+        drop_test: probability that a message that ends a self-test is lost, independent of
+            ``drop``.
+        kill: when this process kills itself; None: never.
         hang_engine: number of rounds with work after which the engine's thread hangs; 0: never.
-        poison: the process ends after computing a part of a request whose id contains this text;
-            empty: never.
+        poison: text: the process ends after computing a part of a request whose id contains this
+            text; empty: never.
         seed: seed of all random numbers.
     """
 
@@ -98,7 +100,7 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> FaultSpec | None:
-        """Parse text such as ``drop=0.01,delay=1ms-20ms,kill=Commit:send:2``; None if empty.
+        """Parse text such as ``drop=0.01,delay=1ms-20ms,kill=Commit:send:2``; return None if empty.
 
         Raises ConfigError.
         """
@@ -181,7 +183,7 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
 
 @dataclass(slots=True)
 class _Waiting:
-    """A message that is sent later."""
+    """A message to be sent later."""
 
     engine_id: str
     payload: bytes
@@ -190,15 +192,15 @@ class _Waiting:
 
 
 def _end_process() -> None:
-    close_logging()  # so that the log tells why the process ended
+    close_logging()  # flushed, so that the log shows why the process ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyTransport:
-    """Adds faults to a transport; a `KVTransport` that breaks the contract only as the spec says.
+    """A transport that adds faults to another one, and breaks the contract only as specified.
 
     Args:
-        transport: the transport that moves bytes; owned from now on.
+        transport: the transport that moves bytes; this object closes it.
         memory: the KV memory that peers write to.
         spec: the faults, or a function that returns the present faults.
         clock: returns monotonic seconds.
@@ -222,9 +224,10 @@ class FaultyTransport:
         self._end_process = end_process
         self._random = random.Random(self._spec.seed)
         self._waiting: list[_Waiting] = []
-        self._granted: dict[tuple[str, int], Grant] = {}  # grants whose blocks `corrupt` may spoil
+        # Granted transfers whose blocks `corrupt` may damage
+        self._granted: dict[tuple[str, int], Grant] = {}
         self._digested: set[tuple[str, int]] = set()
-        self._slots: dict[str, int] = {}  # slots that `corrupt_test` may spoil, by engine id
+        self._slots: dict[str, int] = {}  # slots that `corrupt_test` may damage, by engine id
         self._num_until_kill = 0 if self._spec.kill is None else self._spec.kill.count
 
     @property
@@ -278,7 +281,8 @@ class FaultyTransport:
                 del self._granted[next(iter(self._granted))]
         spec = self._spec
         dropped, doubled, swapped = map(self._happens, (spec.drop, spec.duplicate, spec.reorder))
-        delays = [self._random.uniform(*spec.delay_s) for _ in range(2)]  # drawn even if not used
+        # Draw a number even if unused, so that the sequence of numbers does not change
+        delays = [self._random.uniform(*spec.delay_s) for _ in range(2)]
         if isinstance(message, HelloAck) and message.slot is not None:
             self._slots[engine_id] = message.slot
         if isinstance(message, SelfTest | SelfTestResult):
@@ -311,7 +315,7 @@ class FaultyTransport:
         for _, payload in payloads:
             try:
                 message = peek(payload)
-            except TransferError:  # the other end has reported the error
+            except TransferError:  # the other end has already reported the error
                 continue
             self._pass(type(message).__name__, "recv")
             if isinstance(message, Commit | Digests):
@@ -326,7 +330,7 @@ class FaultyTransport:
         return self._random.random() < probability
 
     def _pass(self, name: str, when: str) -> None:
-        """Note an event, at which this process may have to kill itself."""
+        """Count an event; kill this process if its kill point is reached."""
         kill = self._spec.kill
         if kill is None or (kill.name, kill.when) != (name, when):
             return
@@ -359,7 +363,7 @@ class FaultyTransport:
         key = (message.request_id, message.epoch)
         grant = self._granted.get(key)
         block_ids = [] if grant is None else grant.block_ids
-        if isinstance(message, Digests):  # digests are compared now, not at the commit
+        if isinstance(message, Digests):  # with digests, bytes are compared now, not at the commit
             self._digested.add(key)
             if grant is not None:
                 places = [index - grant.first_block for index in message.indices]

@@ -1,4 +1,4 @@
-"""InMemoryTransport: sender and receiver in one process; a write is a copy. For tests."""
+"""InMemoryTransport: connects nodes in one process; a write is a copy. For tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InMemoryTransport:
         memory: the KV memory that peers write to.
     """
 
-    # The "network": all open ends of this process.
+    # All open transports of this process, which form the "network".
     _ends: ClassVar[dict[str, InMemoryTransport]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 

@@ -1,11 +1,11 @@
-"""Scratch: memory beside the KV cache, on the same device, that peers' self-tests write to.
+"""Scratch: memory on the KV cache's device that peers' self-tests write to.
 
     row 0          this process's own pattern: written to peers, never changed
     row 1 + slot   one peer's pattern
 
-No KV blocks are here, so a dead peer's late write can spoil only another peer's test, as the
-patterns differ. Transports that can refuse writes prevent even that: only the borrower of a slot
-may write to it.
+Scratch memory holds no KV blocks, so a dead peer's late write can only make another peer's test
+fail, as the patterns differ. Transports that can refuse writes prevent this failure, too: only the
+peer to which a slot was given may write to it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SLOT_BYTES = 2 * 2**20
 
 
 class Scratch:
-    """The scratch memory of one process start.
+    """The memory for self-tests of one process start.
 
     Args:
-        engine_id: seed of the pattern.
+        engine_id: seed of this process's pattern.
         kv_cache: the KV cache, on whose device the scratch memory lies.
-        slot_bytes: size of each row.
+        slot_bytes: size of each row in bytes.
 
     Attributes:
         memory: ``[1 + NUM_SLOTS, slot_bytes]`` bytes; never moves.
@@ -42,7 +42,8 @@ class Scratch:
         self.digest = xxhash.xxh3_64_digest(pattern.data)
         self._borrowers: dict[int, str] = {}  # by slot
         shape = (1 + NUM_SLOTS, slot_bytes)
-        # A peer's write waits for no stream, so methods return only when work is complete.
+        # A peer's write does not wait for a CUDA stream, so each method returns only when its work
+        # is complete.
         self._side_stream = SideStream(kv_cache)
         with self._side_stream.entered():
             self.memory = torch.zeros(shape, dtype=torch.uint8, device=kv_cache.device)
@@ -62,13 +63,13 @@ class Scratch:
         )
 
     def may_write(self, slot: int, engine_id: str) -> bool:
-        """Return whether a peer may write to a slot; for transports that can refuse writes."""
+        """Return whether a peer may write to a slot. Only transports that can refuse writes ask."""
         return self._borrowers.get(slot, engine_id) == engine_id
 
     def lend(self, slot: int, engine_id: str) -> None:
-        """Clear a slot and lend it to a peer.
+        """Clear a slot and give it to a peer.
 
-        Transports with one-sided writes cannot keep other peers from writing to it.
+        Transports with one-sided writes cannot keep other peers from writing to the slot.
         """
         self._borrowers[slot] = engine_id
         with self._side_stream.entered(), torch.inference_mode():

@@ -1,7 +1,8 @@
 """SideStream: reads and clears KV memory on a GPU without waiting for launched steps.
 
-Work on the steps' stream would begin only after all launched steps. The memory read here is
-complete already, as confirmed by a fence or a peer. Refuses to know: the meaning of the bytes.
+Work on the CUDA stream of the steps would begin only after all launched steps. The memory that is
+read here is already complete: a fence or a peer has confirmed it. Refuses to know: the meaning of
+the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class SideStream:
     """A separate CUDA stream for GPU memory; does nothing for host memory.
 
     Args:
-        memory: the memory that is read.
+        memory: the memory to read.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -28,7 +29,7 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Launch the block's work on the side stream; wait for the work at the end."""
+        """Run the block's GPU work on the side stream; wait for the work at the end."""
         if self._stream is None:
             yield
             return

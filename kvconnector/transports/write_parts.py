@@ -1,4 +1,4 @@
-"""WriteParts: several posted writes as one, to several ranks or from several."""
+"""WriteParts: one write made of several posted writes, to or from several ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvconnector.transports.base import PendingWrite
 class WriteParts:
     """A write posted in parts; a `PendingWrite`.
 
-    If a part fails, the error is raised once no part is in flight, as callers expect.
+    If a part fails, the error is raised once no part is in flight, because callers reuse the blocks
+    then.
     """
 
     def __init__(self, parts: list[PendingWrite], problem: str = "") -> None:
@@ -19,7 +20,7 @@ class WriteParts:
         self._problem = problem
 
     def is_done(self) -> bool:
-        """Implement `PendingWrite.is_done`."""
+        """Return whether all parts are complete; raise TransferError if one has failed."""
         left = []
         for part in self._parts:
             try:
@@ -38,7 +39,7 @@ class WriteParts:
 def post_all(posts: Iterable[Callable[[], PendingWrite]]) -> PendingWrite:
     """Post the parts one after another, up to the first failure.
 
-    Raises TransferError if nothing was posted, but should have been.
+    Raises TransferError if the first part cannot be posted.
     """
     parts: list[PendingWrite] = []
     for post in posts:

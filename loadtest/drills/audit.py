@@ -21,10 +21,10 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # an owner that holds blocks for ever, which is no leak
-_MOST_REQUESTS = 2**31 - 1  # limit that includes all open requests
+_NO_REQUEST = "null block"  # an owner that holds its blocks for ever, which is no leak
+_MOST_REQUESTS = 2**31 - 1  # limit that is larger than the number of open requests
 
-Block = tuple[str, str, int]  # node, request that holds the block (empty: none), number
+Block = tuple[str, str, int]  # (node, request that holds the block or empty, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Look:
 
 
 class Auditor:
-    """Asks a router for its nodes' ledgers.
+    """Asks a router for the ledgers of its nodes.
 
     Args:
         router: ``host:port``.
@@ -71,13 +71,16 @@ class Auditor:
         self._metadata = bearer(token)
 
     async def look(self) -> Look:
-        """Ask the router what its nodes hold; never raises: a silent router is a finding too."""
+        """Ask the router what its nodes hold.
+
+        Never raises, because a silent router is a finding, too.
+        """
         async with open_channel(self._router, read_tls(self._tls)) as channel:
             stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # Listed after the audit, so a request that ends between the calls is no leak.
+                # List requests after the audit, so that one that ends meanwhile is no leak.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,
@@ -91,7 +94,7 @@ class Auditor:
         return _look(nodes, open_ids, problems)
 
     async def look_until_free(self, timeout_s: float) -> Look:
-        """Look again and again, after the last request, until nothing is held or time is up."""
+        """Look repeatedly after the last request, until no block is held or the time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             found = await self.look()

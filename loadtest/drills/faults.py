@@ -78,10 +78,10 @@ class FaultEvent:
     """A fault that was carried out; times in seconds since the run began.
 
     Attributes:
-        num_orphans: KV blocks without an owner, seen before the next fault or at the end; None:
+        num_orphans: KV blocks without an owner, counted before the next fault or at the end; None:
             unknown.
-        num_leaked: KV blocks that between this fault and the next one were first seen held for an
-            ended request, or without an owner, and that never became free; None: unknown.
+        num_leaked: KV blocks that never became free, and that were first found stale (without
+            owner, or held for an ended request) between this fault and the next; None: unknown.
     """
 
     fault: Fault

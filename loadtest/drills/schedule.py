@@ -31,7 +31,7 @@ class Schedule:
         self._faults = faults
         self._site = site
         self._auditor = auditor
-        # Looks, by index of the next fault; the last look follows the run.
+        # Audits, by index of the next fault; the last audit follows the run.
         self._looks: dict[int, Look] = {}
         self._done: dict[int, FaultEvent] = {}
         self.audit: BlockAudit | None = None
@@ -57,7 +57,7 @@ class Schedule:
         leaks: dict[int, int] = {}
         seen: set[Block] = set()
         for place, look in sorted(self._looks.items()):
-            # Without running requests, any held block is a leak, whatever state its request has.
+            # Without running requests, any held block is a leak, whatever its request's state.
             new = (last.held if look is last else look.stale & last.held) - seen
             seen |= new
             if new or not self.audit.problems:  # 0 is certain only if all nodes answered

@@ -32,7 +32,7 @@ class UpOptions:
     Attributes:
         decode_args: additional arguments for decode nodes.
         cores: cores that the nodes divide and the router shares; empty: those of this process.
-        lend_cores: whether nodes compute on each other's idle cores.
+        lend_cores: whether a node may compute on another node's idle cores.
     """
 
     model: str
@@ -52,7 +52,7 @@ class Site:
 
     Args:
         pids: process ids by name.
-        deployment: the deployment that was started here; None: none.
+        deployment: the deployment that this process started; None: it started none.
         fault_files: by node name, the file from which a node reads its faults.
     """
 
@@ -131,14 +131,14 @@ class Site:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, so that nobody can read half of it."""
+    """Write a file atomically, so that readers never see half of it."""
     beside = path.with_suffix(".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def parse_pids(texts: Sequence[str]) -> dict[str, int]:
-    """Parse texts like ``p0=1234``; raises ConfigError for processes that we cannot signal."""
+    """Parse texts like ``p0=1234``; raises ConfigError for processes that cannot be signalled."""
     pids: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -188,12 +188,12 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
 
 
 def _tell_of_build() -> None:
-    """Explain the start's delay in a line on standard error, apart from the report."""
+    """Print a line on standard error that explains why the start takes long."""
     sys.stderr.write(f"{BUILDING}\n")
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
-    """Start the deployment on these cores; must run on a thread of its own."""
+    """Start the deployment on these cores; call this on a separate thread."""
     before = os.sched_getaffinity(0)
     try:
         if cores:

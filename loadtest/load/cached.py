@@ -1,4 +1,4 @@
-"""CacheReport: how many prompt tokens the server had cached, and whether the load explains them.
+"""CacheReport: cached prompt tokens of a run, and whether the load itself explains them.
 
 A prompt that the server has seen before costs almost nothing. Prompts of one load share some
 beginnings on purpose. Any further cached tokens come from another run.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from loadtest.load.record import RequestRecord
 
-# Shares of prompt tokens. By chance far fewer are cached, such as a chat template's beginning or a
+# Shares of prompt tokens that may be cached by chance, such as a chat template's beginning, or a
 # block that two prompts share.
 UNEXPLAINED = 0.05
 MUCH = 0.5
@@ -34,12 +34,18 @@ class CacheReport:
 
     @property
     def cached_share(self) -> float | None:
-        """Share of prompt tokens that the server had cached; None if the server does not say."""
+        """Share of prompt tokens that the server had cached.
+
+        None if the server does not report it.
+        """
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     @property
     def shared_share(self) -> float | None:
-        """Share of prompt tokens that a server may have cached; None if the server does not say."""
+        """Share of prompt tokens that a server may have cached.
+
+        None if the server does not report it.
+        """
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def line(self) -> str:

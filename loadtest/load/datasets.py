@@ -57,7 +57,7 @@ def read_dataset(path: Path) -> list[Conversation]:
     """Read all conversations that contain a question, in the file's order.
 
     Raises:
-        ConfigError: the file is unreadable, an entry has an unknown format, or no entry asks.
+        ConfigError: the file is unreadable, an entry has no known format, or no entry a question.
     """
     refuse_devices(path)
     try:

@@ -1,4 +1,4 @@
-"""Made-up traces: sessions of growing prompts over shared prefixes, and their arrival times.
+"""Generated traces: sessions of growing prompts over shared prefixes, and their arrival times.
 
     prompt of turn n = prefix of the session's group | turn 1 | output 1 | turn 2 | ... | turn n
 
@@ -151,7 +151,7 @@ def generate(
 
     Args:
         starts_s: times when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
-        seed: seed of the sessions' contents; their times have a seed of their own.
+        seed: seed of the sessions' contents; the arrival times have another seed.
     """
     chance = random.Random(seed)
     new_ids = itertools.count()

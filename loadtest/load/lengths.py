@@ -14,7 +14,10 @@ NOTATION = "N, fixed:N, uniform:LEAST-MOST or lognormal:MEAN,SIGMA"
 
 
 class LengthDistribution(Protocol):
-    """Numbers of tokens; frozen, so that only the seed decides what is drawn."""
+    """A distribution of numbers of tokens.
+
+    Immutable, so that only the seed decides what is drawn.
+    """
 
     def draw(self, chance: random.Random) -> int:
         """Draw a length of at least 1."""
@@ -23,7 +26,7 @@ class LengthDistribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """All numbers from ``least`` to ``most`` are equally likely."""
+    """Lengths from ``least`` to ``most``, all equally likely."""
 
     least: int
     most: int

@@ -17,7 +17,7 @@ PreparedConversation = tuple[Prepared, ...]
 
 
 class Lookahead:
-    """A queue of prepared conversations; each one taken is replaced by a new one.
+    """A queue of prepared conversations; when one is removed, another is prepared.
 
     Args:
         conversations: conversations in order; their number and bytes in the queue are limited.

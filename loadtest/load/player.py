@@ -1,9 +1,9 @@
 """Player: plays a plan's requests against a target and records the answers.
 
 In an open loop or a trace, a conversation begins when it is due, whatever the server does. In a
-closed loop, a user's next request is due a pause after the last answer, and so are later turns of
-all conversations. An error or a cancelled request ends a conversation early. The player only
-measures; `summary.py` computes the figures.
+closed loop, a user's next request is due one pause after the last answer. The same holds for later
+turns of all conversations. An error or a cancelled request ends a conversation early. The player
+only measures; `summary.py` computes the figures.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Player:
             begun = self._start(self._converse(prepared, due_s))
             if len(prepared) > 1:
                 in_turns.append(begun)
-        if in_turns:  # their users send further turns
+        if in_turns:  # the players' users send further turns
             end_s = self._plan.duration_s
             left_s = None if end_s is None else max(end_s - self.clock.now_s(), 0)
             await asyncio.wait(in_turns, timeout=left_s)
@@ -131,7 +131,8 @@ class Player:
     def _notice(self, call: asyncio.Task[Any]) -> None:
         error = None if call.cancelled() else call.exception()
         if error is not None and not self._broken.done():
-            self._broken.set_result(error)  # our own error, not the target's, so it is never hidden
+            # An error of this program, not of the target, so it is never hidden
+            self._broken.set_result(error)
 
     async def _be_user(self, due_s: float) -> None:
         """Act as a user: ask, wait for the answer, pause, ask again."""

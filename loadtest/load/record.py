@@ -18,7 +18,7 @@ class Outcome(Enum):
     """How a request ended."""
 
     OK = "ok"
-    CANCELLED = "cancelled"  # by the client, on purpose
+    CANCELLED = "cancelled"  # cancelled by the client on purpose
     ERROR = "error"
 
 
@@ -76,7 +76,7 @@ class RequestRecord:
         num_tokens = frame.num_tokens
         if num_tokens is None:
             self.counted = False
-            num_tokens = 1  # preliminary; the usage at the end has the total
+            num_tokens = 1  # preliminary: the usage at the end has the total
         if num_tokens:
             self.frame_times_s.append(now_s)
             self.frame_tokens.append(num_tokens)

@@ -1,8 +1,8 @@
 """The requests of a plan by conversation: when each is due, its prompt, and its cancellation.
 
-Arrivals, lengths, groups and cancels have random streams of their own: another rate does not change
-the prompts, so runs can be compared. A later turn's prompt repeats drawn or recorded answers, not
-the server's, so only the seed decides what is sent.
+Arrivals, lengths, groups and cancellations are drawn from separate random streams. Another rate
+does not change the prompts, so runs can be compared. A later turn's prompt repeats drawn or
+recorded answers, not the server's, so only the seed decides what is sent.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PlannedRequest:
     """One request of a run.
 
     Attributes:
-        due_s: time since the run began; None: the request is due when a user is free, or when its
-            conversation's previous answer has come.
+        due_s: seconds since the run began; None: the request is due when a user is free, or when
+            its conversation's previous answer has arrived.
         think_s: pause before a request whose ``due_s`` is None.
         turn: number of the turn in its conversation, from 0.
         shared_share: share of the prompt with which an earlier request of this load also begins.

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Panels of a comparison, each with the name of its SLO limit (empty: none).
+# Panels of a comparison, each with the name of its SLO limit (empty: no limit).
 _PANELS = {
     "goodput_per_s": ("Goodput", "requests/s within the SLO", 1.0, ""),
     "itl_p99_s": ("ITL p99", "milliseconds", 1e3, ""),

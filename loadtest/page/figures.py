@@ -13,7 +13,7 @@ from loadtest.page.palette import Document, Look, make_logarithmic
 from loadtest.page.step_figures import step_figures
 from loadtest.report.series import AFTER_FIRST
 
-# Distributions to draw, each with the name of its SLO limit (empty: none).
+# Distributions to draw, each with the name of its SLO limit (empty: no limit).
 _CDFS = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),

@@ -35,7 +35,7 @@ ALTERNATIVES = {
     "comparison_cdfs": "Cumulative distributions of ITL and TTFT of each deployment",
     "receipt_waterfall": "Time of every stage of the mean request, by the receipts",
 }
-# For each picture's media query, whether the picture is dark, and whether it is narrow.
+# Media query of each picture -> whether the picture is dark, and whether it is narrow.
 _MEDIA = {
     "(max-width: 600px) and (prefers-color-scheme: dark)": (True, True),
     "(max-width: 600px)": (False, True),

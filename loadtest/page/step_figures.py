@@ -1,4 +1,4 @@
-"""Figures of runs that follow one another: sweeps, and searches for a rate."""
+"""Figures of runs in a series: sweeps, and searches for a rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Latencies to draw, each with the name of its SLO limit (empty: none).
+# Latencies to draw, each with the name of its SLO limit (empty: no limit).
 _LATENCIES = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),
@@ -36,7 +36,7 @@ def step_figures(document: Document, look: Look) -> dict[str, Figure]:
 def throughput_latency(
     steps: Sequence[Document], variable: str, slo: dict[str, float], look: Look
 ) -> Figure:
-    """Draw the curve of tokens per second over latency."""
+    """Draw the curve of tokens per second against latency."""
     figure, panels = look.panels(2, 2)
     for axes, (name, (title, limited)) in zip(panels, _LATENCIES.items(), strict=True):
         shown = [step for step in steps if name in step["summary"]["latencies"]]
@@ -69,7 +69,7 @@ def _label_points(
 
 
 def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
-    """Draw the achieved rate over the requested one."""
+    """Draw the achieved rate against the requested rate."""
     figure, (axes,) = look.panels(1, 1)
     values = [step["value"] for step in steps]
     kinds = {"requests_per_s": "ended well", "goodput_per_s": "within the SLO (goodput)"}

@@ -25,9 +25,10 @@ from loadtest.targets.base import TargetError, TargetOptions
 
 NUM_READERS = 8
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a request in the load with one reader
-SHORT_INPUT_TOKENS = 128  # prompt tokens of a request in the load with several readers
-_DRAIN_TIMEOUT_S = 120.0  # an answer may take long on a slow machine
-_MAX_LAG_S = 0.05  # most lag of the load generator, which shares the machine with the server
+SHORT_INPUT_TOKENS = 128  # prompt tokens of each request in the load with several readers
+_DRAIN_TIMEOUT_S = 120.0  # seconds that an answer may take, as machines may be slow
+# Most seconds of lag of the load generator, which shares the machine with the server
+_MAX_LAG_S = 0.05
 _METRICS_TIMEOUT_S = 10.0
 _READ_COUNTERS = ("baton_weight_read_bytes_total", "baton_kv_read_bytes_total")
 
@@ -217,7 +218,7 @@ def _plan(
         num_requests=num_requests,
         drain_timeout_s=_DRAIN_TIMEOUT_S,
         max_lag_s=_MAX_LAG_S,
-        seed=time.time_ns() % 2**31,  # a running system must not have the prompts cached
+        seed=time.time_ns() % 2**31,  # the prompts must not be cached in a running system
     )
 
 
@@ -251,7 +252,7 @@ def speed_of(result: RunResult, input_tokens: int, num_bytes: float | None = Non
 
 
 async def _read_bytes(page: str, token: str) -> float | None:
-    """Return the bytes that a node has read, by its metrics page; None without a page."""
+    """Return the bytes that a node has read, according to its metrics page; None without a page."""
     return await asyncio.to_thread(_fetch_read_bytes, page, token) if page else None
 
 
@@ -261,7 +262,7 @@ def _fetch_read_bytes(page: str, token: str) -> float | None:
     try:
         with urllib.request.urlopen(request, timeout=_METRICS_TIMEOUT_S) as response:
             lines = response.read().decode("utf-8").splitlines()
-    except OSError:  # without metrics, the share of memory's speed stays unknown
+    except OSError:  # without metrics, the share of the memory's speed stays unknown
         return None
     found = [line.rpartition(" ")[2] for line in lines if line.startswith(_READ_COUNTERS)]
     return sum(map(float, found)) if found else None

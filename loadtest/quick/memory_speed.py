@@ -22,8 +22,8 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
     """Measure the memory speed of these cores, which read at the same time.
 
     Each core searches a buffer of its own for a byte that is not in it. The C library's search
-    reads as fast as memory allows, and runs without the interpreter's lock. The best round counts,
-    because other programs only make rounds slower.
+    reads as fast as memory allows, and runs without the interpreter's lock. The fastest round
+    counts, because other programs can only make rounds slower.
 
     Args:
         cores: cores to measure; empty: all that this process may use.
@@ -40,7 +40,7 @@ def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTE
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {core})  # binds only this thread
         buffer = ctypes.create_string_buffer(size)
-        ctypes.memset(buffer, 1, size)  # unwritten pages would all be one page of zeros
+        ctypes.memset(buffer, 1, size)  # unwritten pages would all map to one page of zeros
         times = []
         for _ in range(_ROUNDS):
             begin.wait()

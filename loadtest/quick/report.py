@@ -29,7 +29,7 @@ _UNKNOWN = "-"
 
 
 def print_quick(result: QuickResult, console: Console) -> None:
-    """Print the system, the figures and the verdict."""
+    """Print the measured system, its figures and the verdict."""
     for line in _head(result):
         console.print(Text(printable(line)))
     console.print(_table(result))

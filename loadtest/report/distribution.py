@@ -31,7 +31,7 @@ def distribution(values: Iterable[float]) -> Distribution | None:
 
 
 def weighted_distribution(pairs: Sequence[tuple[float, int]]) -> Distribution | None:
-    """Summarize values that count as often as their weights say; None without values."""
+    """Summarize values, each counted as often as its weight says; None without values."""
     in_order = sorted(pair for pair in pairs if pair[1] > 0)
     count = sum(weight for _, weight in in_order)
     if not count:

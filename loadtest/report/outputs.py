@@ -12,7 +12,7 @@ from loadtest.report.report import check_folder, check_writable, write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """The files to write; None: not wanted."""
+    """The files to write; None: the file is not written."""
 
     json: Path | None = None
     save_requests: Path | None = None
@@ -31,7 +31,7 @@ class Outputs:
             load_figures()
 
     def write(self, document: dict[str, Any]) -> None:
-        """Write all files but the requests' rows; raises ConfigError if that fails."""
+        """Write all files except the requests' rows; raises ConfigError if writing fails."""
         if self.json is not None:
             write_json(self.json, document)
         if self.html is not None:

@@ -13,7 +13,7 @@ from loadtest.plan import LoadPlan
 from loadtest.report.distribution import distribution
 
 _EVERY_S = 1.0
-_LAST_LOOKS = 100  # number of lags in the last second
+_LAST_LOOKS = 100  # number of lags measured in the last second
 
 
 async def show_progress(plan: LoadPlan, player: Player, console: Console) -> None:

@@ -97,7 +97,7 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
-    """Say which percentiles are just the slowest of too few values; empty if none is."""
+    """Say which percentiles are merely the slowest of too few values; empty if none is."""
     ttft = latencies.get("ttft_s")
     if ttft is None or ttft.count >= 1000:
         return ""
@@ -180,13 +180,13 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
 
 
 def plain(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the document in the form that reading its file would give."""
+    """Return the document in the form that reading its JSON file gives."""
     found: dict[str, Any] = json.loads(json.dumps(document, default=str))
     return found
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write the document; raises ConfigError if that fails."""
+    """Write the document; raises ConfigError if writing fails."""
     _write("json", path, [json.dumps(document, indent=2)])
 
 

@@ -46,7 +46,7 @@ def step_line(step: Step) -> str:
     ]
     mark = "" if step.held is None else " held" if step.held else " fail"
     if not summary.lag.kept_up:
-        # The generator was late, so this step proves nothing; a line at the end explains it.
+        # The generator was late, so this step proves nothing; a line at the end says why.
         mark = " late"
     return f"{step.value:>{_VALUE_WIDTH}.4g}{_in_columns(cells)}{mark}"
 

@@ -21,7 +21,7 @@ class TargetError(BatonError):
     """A request got no complete answer.
 
     Args:
-        kind: name under which errors are counted: the server's status, or what broke.
+        kind: name under which errors are counted: the server's status, or the part that failed.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -91,7 +91,7 @@ class TargetOptions:
 
 
 class Target(Protocol):
-    """A connected server."""
+    """A connected server that requests can be sent to."""
 
     def describe(self) -> dict[str, str]:
         """Return the target's description of itself, for the report."""

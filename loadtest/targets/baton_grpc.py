@@ -27,7 +27,7 @@ _LIST_MODELS = "/baton.v1.Inference/ListModels"
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share a connection
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise, channels to one address share a connection
 ]
 _START_TIMEOUT_S = 10.0
 
@@ -54,7 +54,7 @@ class BatonTarget:
             [
                 channel.unary_stream(
                     _GENERATE,
-                    request_serializer=None,  # messages are ready bytes
+                    request_serializer=None,  # messages are already encoded
                     response_deserializer=inference_pb2.GenerateResponse.FromString,
                 )
                 for channel in channels

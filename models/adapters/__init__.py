@@ -1,1 +1,1 @@
-"""LoRA adapters beside a model's layers: targets, products, steps with several."""
+"""LoRA adapters for a model's layers: target layers, products, steps with several adapters."""

@@ -1,6 +1,6 @@
-"""AdaptedEmbedding: an embedding beside which adapters compute for some tokens.
+"""AdaptedEmbedding: an embedding with LoRA adapters for some tokens.
 
-Refuses to know: files, how the base model keeps its embedding.
+Refuses to know: files, how the base model stores its embedding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.adapters.step import StepSpans
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingLowRank:
-    """An adapter's part of an embedding.
+    """One adapter's matrices for an embedding.
 
     Attributes:
         table: ``[vocab_size, rank]``; if ranks divide the vocabulary, only this rank's rows.
@@ -33,11 +33,11 @@ class EmbeddingLowRank:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory."""
+        """Return the size in memory, in bytes."""
         return sum(one.numel() * one.itemsize for one in (self.table, self.b.panels))
 
     def add_to(self, out: Tensor, input_ids: Tensor) -> None:
-        """Adapt embeddings, ``[n, hidden_size]``, in place."""
+        """Add the adapter's product to embeddings, ``[n, hidden_size]``, in place."""
         out += ops.packed_linear(self.table[input_ids], self.b)
 
 
@@ -46,11 +46,11 @@ class AdaptedEmbedding(nn.Module):
 
     Args:
         layer: the base model's embedding.
-        step: says which tokens have which adapter.
+        step: tells which tokens have which adapter.
 
     Attributes:
-        layer: as given.
-        loaded: each adapter's part.
+        layer: the argument, unchanged.
+        loaded: matrices by adapter.
     """
 
     def __init__(self, layer: nn.Module, step: StepSpans) -> None:
@@ -69,7 +69,7 @@ class AdaptedEmbedding(nn.Module):
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> EmbeddingLowRank:
-        """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
+        """Pack an adapter's matrices; raises AdapterError as ``make_low_rank`` does."""
         (piece,) = pieces
         factors, down = piece.factors, piece.down
         refuse_large(files, factors, dtype, down, factors.b)

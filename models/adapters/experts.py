@@ -1,7 +1,7 @@
-"""AdaptedExperts: a mixture of experts in which adapters compute for some tokens.
+"""AdaptedExperts: a mixture of experts with LoRA adapters for some tokens.
 
-Tokens without an adapter for these experts go through the mixture as it is. Tokens with one, of all
-adapters together, are sorted by expert and adapter, and go through each expert's two layers:
+Tokens without an adapter for these experts go through the unchanged mixture. All other tokens are
+sorted by expert and adapter, and go through each expert's two layers:
 
     halves = first(x) + delta    middle = activation(halves)    result = second(middle) + delta
 
@@ -30,7 +30,7 @@ from models.layers.linear import PackedLinear
 from models.layers.moe import SparseMoe
 from models.recipe import RELU2
 
-# Inputs, experts and their weights; results of shared experts and their gates, if there are some.
+# Inputs, experts and their weights; if there are shared experts, also their results and gates.
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 FIRST, SECOND = "gate_up", "down"  # names of the layers of all experts in a `SparseMoe`
 _NO_ADAPTER = -1
@@ -38,22 +38,22 @@ _NO_ADAPTER = -1
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLowRank:
-    """An adapter's part of one mixture.
+    """One adapter's matrices for one mixture of experts.
 
     Attributes:
-        parts: products by layer and expert, of experts that the adapter adapts.
+        parts: matrices by layer and expert, for the adapted experts.
     """
 
     parts: Mapping[tuple[str, int], ops.LowRank]
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory."""
+        """Return the size in memory, in bytes."""
         return sum(one.num_bytes for one in self.parts.values())
 
 
 class _Group(NamedTuple):
-    """Neighbouring rows of one expert and one adapter."""
+    """Adjacent rows with one expert and one adapter."""
 
     expert: int
     adapter: int
@@ -61,14 +61,14 @@ class _Group(NamedTuple):
 
 
 class AdaptedExperts:
-    """The experts of one mixture beside which adapters compute.
+    """The experts of one mixture, with adapters.
 
     Args:
         moe: the base model's mixture.
-        step: says which tokens have which adapter.
+        step: tells which tokens have which adapter.
 
     Attributes:
-        loaded: each adapter's part.
+        loaded: matrices by adapter.
     """
 
     def __init__(self, moe: SparseMoe, step: StepSpans) -> None:
@@ -103,7 +103,7 @@ class AdaptedExperts:
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> ExpertsLowRank:
-        """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
+        """Pack an adapter's matrices; raises AdapterError as ``make_low_rank`` does."""
         found: dict[tuple[str, int], list[Piece]] = defaultdict(list)
         for piece in pieces:
             key = _key(piece.parts[0])
@@ -117,7 +117,7 @@ class AdaptedExperts:
         )
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squares of the norms of a part's adapted rows; see ``row_squares``."""
+        """Return the squared norms of a part's adapted rows; see ``row_squares``."""
         name, expert = _key(part)
         return row_squares(self._layer(name, expert), self._placed(part, name).rows, up, down)
 
@@ -131,14 +131,14 @@ class AdaptedExperts:
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """Send tokens with adapters through their experts.
+        """Compute the experts of tokens that have adapters.
 
         Args:
-            parts: the adapters.
+            parts: the adapters' matrices.
             adapters: ``[num_tokens]``, an index of ``parts`` for each token.
         """
         num_tokens, top_k = ids.shape
-        # A row is a token beside one of its experts. Neighbours have one expert and one adapter.
+        # A row is a pair of a token and one of its experts. Rows are sorted by expert and adapter.
         keys = (ids * len(parts) + adapters.unsqueeze(1)).flatten()  # [num_tokens * top_k]
         order = keys.argsort(stable=True)
         found, counts = torch.unique_consecutive(keys[order], return_counts=True)
@@ -162,7 +162,7 @@ class AdaptedExperts:
     def _products(
         self, name: str, rows: Tensor, groups: Sequence[_Group], parts: Sequence[ExpertsLowRank]
     ) -> Tensor:
-        """Return the adapted results of each row's expert, ``[num_rows, outputs]``.
+        """Return one layer's adapted results of each row's expert, ``[num_rows, outputs]``.
 
         One call multiplies all rows of an expert, and one call adds the products of all adapters.
         """
@@ -183,7 +183,7 @@ class AdaptedExperts:
         return out
 
     def _layer(self, name: str, expert: int) -> nn.Module:
-        """Return one expert's layer, which shares the weights of all experts' layer."""
+        """Return one expert's layer, whose weights are a view of all experts' weights."""
         if (name, expert) not in self._layers:
             self._layers[name, expert] = self._make_layer(name, expert)
         return self._layers[name, expert]
@@ -203,7 +203,7 @@ class AdaptedExperts:
         return one
 
     def _placed(self, part: TargetPart, name: str) -> TargetPart:
-        """Move a target's rows to where an expert's layer has them: packed halves are padded."""
+        """Move a target's rows to their place in an expert's layer, whose halves may be padded."""
         size, padded = self._size(name), self._padded(name)
         half = part.rows.start // size if part.rows.start else 0
         start = half * padded
@@ -221,13 +221,13 @@ class AdaptedExperts:
         return self._moe.inner_size if name == FIRST else self._moe.width
 
     def _padded(self, name: str) -> int:
-        """Count the rows of an expert's half or output, with the padding of packed weights."""
+        """Count the rows of an expert's half or output, including the padding of packed weights."""
         every, size = self._moe.get_submodule(name), self._size(name)
         return every.packed.in_whole_panels(size) if isinstance(every, PackedLinear) else size
 
 
 def _key(part: TargetPart) -> tuple[str, int]:
-    """Return the layer and the expert of a part."""
+    """Return the layer and the expert that a part belongs to."""
     assert part.expert is not None
     return part.path.rpartition(".")[2], part.expert
 

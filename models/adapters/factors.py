@@ -1,6 +1,6 @@
 """Factors: the two matrices of an adapted layer in the checkpoint's order, read from an adapter.
 
-Refuses to know: layers of this house's models, how products are computed.
+Refuses to know: layers of Baton's models, how products are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Factors:
 
     Attributes:
         module: the layer in the adapter.
-        a: ``[rank, inputs]``, of any floating dtype; float32 beside a magnitude.
+        a: ``[rank, inputs]``, of any floating dtype; float32 if there is a magnitude.
         b: ``[outputs, rank]``, likewise, with the scale.
         magnitude: ``[outputs]`` float32, norms of the adapted weight's rows; None: no DoRA.
     """
@@ -36,10 +36,10 @@ class Factors:
 
 
 def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -> list[Factors]:
-    """Return a layer's factors; for stacked layers, the factors of each expert.
+    """Return a layer's factors; for stacked experts, the factors of each expert.
 
     Args:
-        config: the base model, for which a GGUF file's order is undone.
+        config: the base model's configuration, by which the row order of GGUF files is undone.
     """
     a, b = _stored(adapter, module.a), _stored(adapter, module.b)
     if module.scale != 1.0:
@@ -65,6 +65,6 @@ def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -
 
 
 def _stored(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
-    """Return a tensor of an adapter, which shares the adapter's memory."""
+    """Return a tensor that shares the adapter's memory."""
     numbers = torch.frombuffer(adapter.data[tensor.name], dtype=_DTYPES[tensor.dtype])
     return numbers.view(tensor.shape)

@@ -1,4 +1,4 @@
-"""AdaptedLatents: a projection of latents to keys and values beside which adapters compute.
+"""AdaptedLatents: a projection of latents to keys and values, with LoRA adapters.
 
 The base model never computes keys and values: see `models/layers/latent_attention.py`. The two
 halves of an adapter's product are applied in the same places:
@@ -31,7 +31,7 @@ from models.recipe import LatentSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentLowRank:
-    """An adapter's part of one projection.
+    """One adapter's matrices for one projection.
 
     Attributes:
         down, up: A and its transpose.
@@ -47,19 +47,19 @@ class LatentLowRank:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory."""
+        """Return the size in memory, in bytes."""
         packed = (self.down, self.up, self.keys, self.values)
         tensors = [*(one.panels for one in packed), *(self.gains or ())]
         return sum(one.numel() * one.itemsize for one in tensors)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Return the addition to absorbed queries, as latents, for ``[n, num_heads, key_dim]``."""
+        """Return the addition to absorbed queries, for queries ``[n, num_heads, key_dim]``."""
         inner = query.new_empty(*query.shape[:2], self.down.out_features)
         ops.grouped_packed_linear(query, self.keys, inner)
         return ops.packed_linear(inner.flatten(0, 1), self.up).view(*query.shape[:2], -1)
 
     def expand(self, attended: Tensor, value_dim: int) -> Tensor:
-        """Return the addition to values, ``[..., value_dim]``, for ``[n, num_heads, latent]``."""
+        """Return the addition to values, for attended latents ``[n, num_heads, latent]``."""
         inner = ops.packed_linear(attended.flatten(0, 1).contiguous(), self.down)
         out = attended.new_empty(*attended.shape[:2], value_dim)
         ops.grouped_packed_linear(inner.view(*attended.shape[:2], -1), self.values, out)
@@ -71,12 +71,12 @@ class AdaptedLatents(nn.Module):
 
     Args:
         layer: the base model's projection.
-        spec: shape of its layer.
-        step: says which tokens have which adapter.
+        spec: shape of the attention layer.
+        step: tells which tokens have which adapter.
 
     Attributes:
-        layer: as given.
-        loaded: each adapter's part.
+        layer: the argument, unchanged.
+        loaded: matrices by adapter.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class AdaptedLatents(nn.Module):
         self._spec, self._step = spec, step
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """Apply keys to queries; compare ``LatentProjection.absorb``."""
+        """Apply the adapted key matrix to queries; see ``LatentProjection.absorb``."""
         found = self._step.found(self.loaded)
         scaled = query
         for rows, part in found:
@@ -100,7 +100,7 @@ class AdaptedLatents(nn.Module):
             out[rows] += part.absorb(query[rows])
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """Apply values to attended latents; compare ``LatentProjection.expand``."""
+        """Apply the adapted value matrix to attended latents; see ``LatentProjection.expand``."""
         self.layer.expand(attended, out)
         for rows, part in self._step.found(self.loaded):
             if part.gains is not None:
@@ -110,7 +110,7 @@ class AdaptedLatents(nn.Module):
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> LatentLowRank:
-        """Pack an adapter's part; raises AdapterError as ``make_low_rank`` does."""
+        """Pack an adapter's matrices; raises AdapterError as ``make_low_rank`` does."""
         (piece,) = pieces
         factors, ((part, up, norms),) = piece.factors, piece.rows()
         spec, nope = self._spec, self._spec.qk_nope_head_dim
@@ -133,12 +133,12 @@ class AdaptedLatents(nn.Module):
         )
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squares of the norms of a part's adapted rows; see ``row_squares``."""
+        """Return the squared norms of a part's adapted rows; see ``row_squares``."""
         return (_weight(self.layer, self._spec, len(up)) + up @ down).square().sum(dim=1)
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:
-    """Join heads ``[num_heads, outputs, inputs]`` to a matrix; each is padded to whole panels."""
+    """Join heads ``[num_heads, outputs, inputs]`` to a matrix, each head padded to whole panels."""
     return functional.pad(heads, (0, 0, 0, -heads.shape[1] % width)).flatten(0, 1).contiguous()
 
 

@@ -1,12 +1,13 @@
-"""Make the matrices by which an adapter changes one layer, packed for CPU kernels.
+"""Makes the matrices by which a LoRA adapter changes one layer, packed for CPU kernels.
 
-A joined layer has a part for each of its projections that the adapter adapts; see ``ops.LowRank``.
+A joined layer has a part for each adapted projection; see ``ops.LowRank``.
 
-With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight has a norm of its own. That
-scales the layer's own product, too; the rows' factors are computed once, from the base weight.
+With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight is scaled to a learned norm.
+This also scales the base layer's product; the rows' factors are computed once, from the base
+weight.
 
-Ranks divide A and B as they divide the base weight: B's rows like the rows, A's columns like the
-columns. Ranks with some columns of a row add up the squares of the row's norm.
+Ranks (processes) divide A and B like the base weight: B's rows like its rows, A's columns like its
+columns. If ranks divide columns, they sum the squares of each row's norm.
 
 Refuses to know: files, which rows of a step belong to which request.
 """
@@ -32,12 +33,12 @@ _ROWS = 1024  # rows of a base weight that are unpacked at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """The addition of one module of an adapter to a layer, as a rank has it.
+    """The addition of one adapter module to this rank's part of a layer.
 
     Attributes:
         factors: the module's matrices, in the checkpoint's order.
         parts: the rows that the module changes; all have the same columns.
-        norms: norms of the adapted weight's rows, those of all parts; None: there is no DoRA.
+        norms: norms of the adapted weight's rows, over all parts; None: no DoRA.
     """
 
     factors: Factors
@@ -52,7 +53,7 @@ class Piece:
 
     @property
     def is_summed(self) -> bool:
-        """Return whether several ranks have columns of the same rows."""
+        """Return whether the layer's columns are divided among ranks."""
         return self.parts[0].columns is not None
 
     def rows(self) -> Iterator[tuple[TargetPart, Tensor, Tensor | None]]:
@@ -72,14 +73,14 @@ def make_low_rank(
     dtype: torch.dtype,
     width: int,
 ) -> ops.LowRank:
-    """Pack an adapter's part of one layer.
+    """Pack one adapter's matrices for one layer.
 
     Args:
         layer: the base model's layer, whose bias DoRA needs.
         files: the adapter's files, for error messages.
-        pieces: what the adapter's modules add to the layer, with norms for DoRA.
+        pieces: additions of the adapter's modules, with norms for DoRA.
         dtype: type that the model computes in.
-        width: outputs of a panel.
+        width: outputs of a panel of packed weights.
 
     Raises:
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
@@ -121,9 +122,10 @@ def gains_of(files: AdapterFiles, factors: Factors, norms: Tensor, part: TargetP
 def refuse_large(
     files: AdapterFiles, factors: Factors, dtype: torch.dtype, a: Tensor, b: Tensor
 ) -> None:
-    """Raise AdapterError for a number that is too large for ``dtype``."""
+    """Raise AdapterError if a number of A or B is too large for ``dtype``."""
     for name, matrix in (("lora_A", a), ("lora_B", b)):
-        is_as_read = matrix.dtype != torch.float32  # reading has checked that all are finite
+        # all numbers are finite, as was checked on reading
+        is_as_read = matrix.dtype != torch.float32
         if is_as_read and torch.finfo(matrix.dtype).max <= torch.finfo(dtype).max:
             continue
         extremes = torch.stack(matrix.aminmax())  # NaN if a number is NaN
@@ -144,7 +146,7 @@ def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def activation_of(layer: nn.Module) -> str | None:
-    """Return the activation behind a layer's product; None: there is none."""
+    """Return the activation after a layer's product, or None."""
     return layer.activation if isinstance(layer, GatedLinear | PackedLinear) else None
 
 
@@ -162,7 +164,7 @@ def _bias(layer: nn.Module) -> Tensor | None:
 
 
 def row_squares(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tensor:
-    """Return the square of the norm of each row of an adapted weight, ``[n]``.
+    """Return the squared norm of each row of an adapted weight, ``[n]``.
 
     Args:
         layer: the base model's layer.
@@ -178,7 +180,7 @@ def row_squares(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tens
 
 
 def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
-    """Yield a layer's rows in float32, some at a time, with the number of the first."""
+    """Yield a layer's rows in float32, some at a time, with the index of the first."""
     first, end, _ = rows.indices(_num_outputs(layer))
     for start in range(first, end, _ROWS):
         stop = min(start + _ROWS, end)
@@ -191,7 +193,7 @@ def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
 
 
 def pack_matrix(matrix: Tensor, dtype: torch.dtype, width: int) -> PackedWeight:
-    """Pack a matrix, ``[outputs, inputs]``, in a model's dtype."""
+    """Pack a matrix, ``[outputs, inputs]``, in ``dtype``."""
     format_ = WeightFormat.of(dtype)
     assert format_ is not None, dtype
     num_rows, num_columns = matrix.shape

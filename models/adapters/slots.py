@@ -1,14 +1,13 @@
-"""AdapterSlots: a model's adapters in memory, and steps in which some rows are adapted.
+"""AdapterSlots: a model's LoRA adapters in memory, and steps in which some tokens have adapters.
 
-A step without adapters runs the model as it is. A step with adapters runs a twin: the same modules
-and weights, but with an `AdaptedLinear` around every layer that an adapter may adapt. The tokens of
-one adapter lie side by side in a step. One call adds the products of all adapters to a layer's
-output:
+A step without adapters runs the base model. A step with adapters runs a copy that shares all
+weights, but has an `AdaptedLinear` around every layer that an adapter may adapt. The tokens of one
+adapter are adjacent in a step. One call adds the products of all adapters to a layer's output:
 
     step    | base .......... | adapter 1 ... | adapter 2 .. |      out[rows] += low_rank(x[rows])
 
-Ranks divide the products as they divide the layers, so the sums of the base model's results are
-also sums of the adapters' results.
+Ranks divide the adapters' products like the layers, so the base model's all-reduce also sums the
+adapters' results.
 
 Refuses to know: names of adapters, requests, files.
 """
@@ -50,19 +49,19 @@ from models.layers.moe import SparseMoe
 from models.parallel.group import ALONE, Ranks
 from models.recipe import LatentSpec
 
-_WIDTH = 16  # width of panels, if no kernel wants another
+_WIDTH = 16  # width of panels, for the case that no kernel demands another
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer beside which adapters compute for some tokens.
+    """A linear layer with LoRA adapters for some tokens.
 
     Args:
         layer: the base model's layer.
-        step: says which tokens have which adapter.
+        step: tells which tokens have which adapter.
 
     Attributes:
-        layer: as given.
-        loaded: this layer's part of each adapter that has one.
+        layer: the argument, unchanged.
+        loaded: matrices by adapter, for adapters that change this layer.
     """
 
     def __init__(self, layer: nn.Module, step: StepSpans) -> None:
@@ -86,17 +85,17 @@ class AdaptedLinear(nn.Module):
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> ops.LowRank:
-        """Pack an adapter's part; raises AdapterError, see ``make_low_rank``."""
+        """Pack an adapter's matrices; raises AdapterError, see ``make_low_rank``."""
         return make_low_rank(self.layer, files, pieces, dtype, width)
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squares of the norms of a part's adapted rows; see ``row_squares``."""
+        """Return the squared norms of a part's adapted rows; see ``row_squares``."""
         return row_squares(self.layer, part.rows, up, down)
 
 
-# A place in a model beside which adapters compute.
+# A layer of a model that adapters may change.
 _Site = AdaptedLinear | AdaptedEmbedding | AdaptedExperts | AdaptedLatents
-_Packed = Sequence[tuple[_Site, Any]]  # an adapter's part of each place
+_Packed = Sequence[tuple[_Site, Any]]  # one adapter's matrices, by layer
 
 
 class AdapterSlots:
@@ -105,16 +104,16 @@ class AdapterSlots:
     Used by one thread at a time, except `check` and `pack`.
 
     Args:
-        model: the loaded model, which must not change any more.
+        model: the loaded model, which must not be changed any more.
         dtype: type that the model computes in.
-        ranks: ranks that share the model. Each loads the same adapters at the same time.
+        ranks: ranks that share the model. All ranks load the same adapters at the same time.
     """
 
     def __init__(self, model: DecoderForCausalLM, dtype: torch.dtype, ranks: Ranks = ALONE) -> None:
         self._decoder, self._config, self._dtype = model.model, model.config, dtype
         self._targets, self._group = Targets.of(model.config, ranks), ranks.group
         self._step, self._logits_step = StepSpans(), StepSpans()
-        self._head: AdaptedLinear | None = None  # the last stage has one
+        self._head: AdaptedLinear | None = None  # only the last stage has an output head
         self._sites: dict[str, _Site] = {}
         if ranks.is_last_stage:
             self._head = AdaptedLinear(_head_of(model), self._logits_step)
@@ -160,10 +159,10 @@ class AdapterSlots:
         self._targets.check(files)
 
     def pack(self, adapter: Adapter) -> int:
-        """Pack an adapter's numbers for `load`; return their size in bytes.
+        """Pack an adapter's weights for `load`; return their size in bytes.
 
-        Safe from any thread where no other rank adds up norms with this one. The packed numbers
-        are kept as long as ``adapter`` is.
+        Safe from any thread, unless several ranks sum norms. The packed weights are kept as long as
+        ``adapter`` lives.
 
         Raises AdapterError if the adapter does not fit the model.
         """
@@ -177,13 +176,13 @@ class AdapterSlots:
         return sum(part.num_bytes for _, part in self._packed[adapter])
 
     def load(self, adapter: Adapter) -> int:
-        """Put an adapter beside the model's layers; return its size in bytes.
+        """Make an adapter available to steps; return its size in bytes.
 
         Raises:
-            AdapterError: the adapter does not fit the model; this rank keeps nothing then, but
+            AdapterError: the adapter does not fit the model; this rank then keeps nothing, but
                 another rank may have loaded the adapter.
         """
-        num_bytes = self.pack(adapter)  # at once, if it is packed
+        num_bytes = self.pack(adapter)  # immediate if packed already
         for site, part in self._packed[adapter]:
             site.loaded[adapter.digest] = part
         self._loaded.add(adapter.digest)
@@ -199,7 +198,7 @@ class AdapterSlots:
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute a step with adapters; see ``CausalLM.forward``."""
-        # A step with an adapter that is not loaded would silently compute as the base model does.
+        # A step with a missing adapter would silently compute as the base model does.
         missing = {span.adapter for span in context.adapters} - self._loaded
         assert not missing, f"a step uses adapters that are not loaded: {missing}"
         self._step.spans = context.adapters
@@ -209,20 +208,22 @@ class AdapterSlots:
         return hidden
 
     def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
-        """Return the output head's results for ``[n, hidden_size]``, of which rows are adapted."""
+        """Return the output head's results for ``[n, hidden_size]``; ``spans`` tells the adapted
+        rows.
+        """
         assert self._head is not None, "the last stage has the head"
         self._logits_step.spans = spans
         logits: Tensor = self._head(hidden)
         return logits
 
     def _pieces(self, adapter: Adapter) -> Mapping[_Site, list[Piece]]:
-        """Read an adapter, and group what its modules add by the places in the model."""
+        """Read an adapter, and group its modules' additions by layer of the model."""
         found: dict[_Site, list[Piece]] = defaultdict(list)
         for name, module in adapter.files.modules.items():
             target = self._targets.find(name)
             assert target is not None, "pack has checked the names"
             parts = target.parts
-            if not parts:  # another stage has the layer
+            if not parts:  # another stage has this layer
                 continue
             for expert, factors in enumerate(read_factors(adapter, module, self._config)):
                 own = [one for one in parts if module.num_experts is None or one.expert == expert]
@@ -234,8 +235,8 @@ class AdapterSlots:
     def _with_norms(self, found: Mapping[_Site, list[Piece]]) -> dict[_Site, list[Piece]]:
         """Add the norms of adapted rows where DoRA needs them.
 
-        The ranks of a stage add up the squares of all rows of which each has some columns, in one
-        sum. No rank can fail before this sum, so no rank waits in vain.
+        If ranks divide columns, they add the squares of all rows in one all-reduce. No rank can
+        fail before this sum, so no rank waits forever.
         """
         squares = {
             piece: torch.cat([site.squares(part, up, piece.down) for part, up, _ in piece.rows()])
@@ -257,9 +258,9 @@ class AdapterSlots:
 
 
 def _twin(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Copy a module without its weights, with other modules in place of some below it.
+    """Copy a module, sharing its weights, with some submodules replaced.
 
-    Modules below which nothing is replaced are shared.
+    Submodules that contain no replaced module are shared.
     """
     if module in replaced:
         return replaced[module]
@@ -272,18 +273,19 @@ def _twin(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Modu
 
 
 def _head_of(model: DecoderForCausalLM) -> nn.Module:
-    """Return a model's output head; of a tied one, a layer that shares the embedding's weight."""
+    """Return a model's output head; for a tied head, a layer that shares the embedding's weight."""
     if model.lm_head is not None:
         return model.lm_head
     embedding = model.model.embed_tokens
     assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
-    num_tokens = len(embedding.weight)  # with several ranks, a share of the vocabulary
+    # with several ranks, the head has only a share of the vocabulary
+    num_tokens = len(embedding.weight)
     head = nn.Linear(embedding.embedding_dim, num_tokens, bias=False, device="meta")
     head.weight = embedding.weight
     return head
 
 
 def _width() -> int:
-    """Return the outputs of a panel that this process's kernels read."""
+    """Return the panel width, in outputs, that this process's kernels read."""
     native = native_ops()
     return _WIDTH if native is None else native.panel_width

@@ -1,4 +1,4 @@
-"""StepSpans: which tokens of the step that is being computed have which adapter.
+"""StepSpans: which tokens of the step being computed have which adapter.
 
 Refuses to know: layers, requests.
 """
@@ -20,10 +20,10 @@ class StepSpans:
     spans: tuple[AdapterSpan, ...] = ()
 
     def found(self, loaded: Mapping[AdapterDigest, T]) -> list[tuple[slice, T]]:
-        """Return the tokens of each adapter that has a part of a layer, with the part.
+        """Return, for each adapter that changes a layer, its tokens and its matrices.
 
         Args:
-            loaded: the layer's part of each adapter.
+            loaded: the layer's matrices, by adapter.
         """
         return [
             (slice(span.first, span.end), part)

@@ -11,13 +11,13 @@ Layers of experts have several names. ``*`` stands for all experts, whose layers
     mlp.experts.gate_up_proj    all experts' gates and ups (transformers)
     mlp.experts.*.gate_proj     all experts' gates (GGUF)
 
-An adapter may have been trained beside an image part, which only changes the names of layers:
+An adapter may have been trained on a model with an image part, which changes only layer names:
 
     model.language_model.layers.0...    model.layers.0...
 
 Ranks divide layers, so a rank has some rows or columns of a layer, or nothing of it.
 
-Refuses to know: an adapter's numbers, how products are computed.
+Refuses to know: an adapter's weights, how products are computed.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _GATE = re.compile(r"\.mlp\.gate$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetPart:
-    """Some rows of a layer, as a rank has them.
+    """The rows of a layer that a rank has.
 
     Attributes:
         path: the layer's path in the model.
         rows: rows of the layer's output; of experts' layers, rows of one expert's output.
-        order: for each of these rows, its row in the checkpoint; None: the numbers are equal.
-        expert: number of the expert that has the layer; None: no expert has it.
-        columns: inputs that the rank reads; of an embedding, its share of the vocabulary. None: all
-            of them.
+        order: for each of these rows, its row in the checkpoint; None: the same row.
+        expert: number of the expert that the layer belongs to; None: the layer is not an expert's.
+        columns: inputs that the rank reads; for an embedding, the rank's share of the vocabulary.
+            None: all.
     """
 
     path: str
@@ -73,13 +73,13 @@ class TargetPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A layer as checkpoints have it.
+    """A layer under its name in checkpoints.
 
     Attributes:
-        num_inputs: inputs; of an embedding, the vocabulary.
-        num_outputs: outputs; of stacked layers, of one expert's.
-        parts: where its outputs are in the model; they may be in two places. Empty if they are on
-            other ranks.
+        num_inputs: number of inputs; for an embedding, the size of the vocabulary.
+        num_outputs: number of outputs; for stacked experts, of one expert.
+        parts: where the layer's outputs are in the model, possibly in two places; empty if on other
+            ranks.
         num_experts: experts whose layers are stacked; None: one layer.
         is_embedding: whether it is an embedding.
     """
@@ -108,8 +108,8 @@ class Targets:
         """List the layers of a model with this configuration; needs no weights.
 
         Args:
-            ranks: ranks that share the model. Sizes of targets are those of the whole model, parts
-                are those of this rank.
+            ranks: ranks that share the model. A target's sizes are those of the whole model; its
+                parts are those of this rank.
         """
         found = _found(config, ALONE)
         if ranks.everyone.size > 1:
@@ -146,7 +146,7 @@ class Targets:
 
 
 def _why_unknown(name: str) -> str:
-    """Return why no layer has this name."""
+    """Return why the model has no layer of this name."""
     if text_name(name) is None:
         return "adapts the image part, and only text is computed; train with PEFT's exclude_modules"
     return f"the base model has no linear layer {name:.200}"
@@ -173,7 +173,7 @@ def _check_shapes(files: AdapterFiles, module: AdaptedModule, target: Target) ->
 
 
 def _found(config: ModelConfig, ranks: Ranks) -> dict[str, Target]:
-    """Return the layers that a rank has, by their names in the model."""
+    """Return the layers that a rank has, by name in the model."""
     with on_meta_device():
         model = DecoderForCausalLM(config)
         if ranks.everyone.size > 1:
@@ -201,7 +201,7 @@ def _found(config: ModelConfig, ranks: Ranks) -> dict[str, Target]:
 
 
 def _kept(module: nn.Module, name: str) -> Kept | None:
-    """Return what a rank keeps of a weight, by the weight's name; None: all of it."""
+    """Return which part of a weight a rank keeps, by the weight's name; None: all."""
     kept: Kept | None = getattr(module, "kept", {}).get(name)
     return kept
 
@@ -227,12 +227,12 @@ def _linears(path: str, module: nn.Linear) -> Iterator[tuple[str, Target]]:
 def _experts(
     model: DecoderForCausalLM, path: str, module: ExpertsLinear
 ) -> Iterator[tuple[str, Target]]:
-    """Yield the layers of experts, one by one and stacked; see the module's text."""
+    """Yield the layers of experts, one by one and stacked; see the top of this file."""
     parent = path.rpartition(".")[0]
     names = [name for name, _ in module.part_rows()]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates before ups
     num_experts, size = len(names) // len(kinds), module.part_sizes[0]
-    kept = _kept(module, f"{names[0]}.weight")  # equal for all experts
+    kept = _kept(module, f"{names[0]}.weight")  # all experts' layers have equal sizes
     whole = size if kept is None else kept.shape[0]
     own, columns = (None, None) if kept is None else (kept.rows, kept.columns)
     by_turns = _spec_of(model, path).stored_by_turns
@@ -258,7 +258,7 @@ def _experts(
 
 
 def _spec_of(model: DecoderForCausalLM, path: str) -> ExpertsSpec:
-    """Return the experts of the layer that a module is in."""
+    """Return the experts' spec of the layer that contains a module."""
     spec = model.config.layers[int(path.split(".")[2])].feed_forward
     assert isinstance(spec, ExpertsSpec)
     return spec
@@ -273,7 +273,8 @@ def _aliases(config: ModelConfig, name: str) -> Iterator[str]:
     if name.startswith(_PREFIX):
         yield config.recipe.stored_prefix + name.removeprefix(_PREFIX)
     if config.experts is not None and config.experts.stored_as_linears:
-        # Granite 4's modules have other names than its checkpoints and than other models' modules.
+        # Granite 4's modules are named differently from its checkpoints and from other models'
+        # modules.
         yield _GATE.sub(".block_sparse_moe.router", name).replace(
             ".mlp.experts.", ".block_sparse_moe.experts."
         )

@@ -20,10 +20,10 @@ from baton_kernels.native.tape import Tape, TapeError
 from baton_kernels.state_metadata import StateMetadata
 from models.base import AdapterSpan, ForwardContext, GroupStep, LayerCache
 
-Inputs = Sequence[Tensor]  # each [num_tokens, ...]
+Inputs = Sequence[Tensor]  # results and inputs: each [num_tokens, ...]
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
-# Most rows of all tapes together; each row keeps the results of all layers.
+# Most rows of all tapes together; for each row, a tape holds the results of all layers.
 MAX_ROWS_KEPT = 64
 FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]
@@ -31,7 +31,7 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Taped:
-    """A tape, and the places of its inputs and result."""
+    """A tape, with the memory of its inputs and result."""
 
     tape: Tape
     inputs: Inputs
@@ -40,28 +40,29 @@ class _Taped:
 
     @property
     def has_states(self) -> bool:
-        """Return whether recording changed no state, so a run must follow to advance the states."""
+        """Return whether there are recurrent states, which recording does not advance."""
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
-        """Return copies of the latest results; the next run overwrites the originals."""
+        """Return copies of the latest results, as the next run overwrites the originals."""
         return tuple(result.clone() for result in self.results)
 
 
 class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
 
-    A shape is taped when it comes twice in a row, so that changing batches are not taped. A small
-    shape is taped if it comes again soon, as drafters alternate between few sizes. The most
+    A shape is taped when it occurs in two successive steps, so that changing batches are not taped.
+    A small shape is taped if it recurs soon, as drafters alternate between few sizes. The most
     recently used tapes are kept.
 
     Args:
-        ops: native ops that make the calls.
+        ops: native ops, whose calls are recorded.
     """
 
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
-        self._tapes: dict[_Key, _Taped | None] = {}  # oldest use first; None: cannot be taped
+        # least recently used first; None: this shape cannot be taped
+        self._tapes: dict[_Key, _Taped | None] = {}
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
         # The latest step's caches, and their addresses.
         self._caches: tuple[tuple[LayerCache, ...], _Key] = ((), ())
@@ -70,10 +71,10 @@ class DecodeTapes:
     def run(
         self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
     ) -> Results:
-        """Compute ``layers(inputs, context)``, by a tape if there is one or can be.
+        """Compute ``layers(inputs, context)``, by a tape if possible.
 
         Args:
-            comes_again: whether to tape a new shape at once, as it will be used again.
+            comes_again: whether the shape will recur, so that it is taped at once.
         """
         key = self._key(inputs, context)
         if key is None or key not in self._tapes:
@@ -85,7 +86,7 @@ class DecodeTapes:
             recorded = self._tapes[key] = self._record(layers, inputs, context)
             self._forget()
             if recorded is not None and not recorded.has_states:
-                return recorded.copy_results()  # recording has computed the step, too
+                return recorded.copy_results()  # recording has also computed the step
         taped = self._tapes[key] = self._tapes.pop(key)
         if taped is None:
             return layers(inputs, context)
@@ -97,7 +98,7 @@ class DecodeTapes:
         return taped.copy_results()
 
     def _key(self, inputs: Inputs, context: ForwardContext) -> _Key | None:
-        """Return a tape's key: all except the inputs' values; None: no plain decode step."""
+        """Return a tape's key: everything but the inputs' values; None: not a plain decode step."""
         num_tokens = len(inputs[0])
         first = context.groups[0][0]
         assert isinstance(first, AttentionMetadata)
@@ -129,7 +130,7 @@ class DecodeTapes:
         return _Taped(tape, places, tuple(metadata for metadata, _ in groups), results)
 
     def forget_adapter(self, digest: AdapterDigest) -> None:
-        """Delete the tapes of steps with an adapter, whose memory they hold."""
+        """Delete the tapes of steps with an adapter, as they hold the adapter's memory."""
         for key in list(self._tapes):
             spans: Sequence[AdapterSpan] = key[-1]
             if any(span.adapter == digest for span in spans):
@@ -170,7 +171,7 @@ def _static_group(group: GroupStep) -> GroupStep:
 
 
 def _static_states(metadata: StateMetadata) -> StateMetadata:
-    """Copy metadata, without slots to write, so that computing with the copy changes no state.
+    """Copy metadata without write slots, so that computing with the copy changes no state.
 
     Recording computes a step, and a run computes it again; states must advance only once.
     """
@@ -184,7 +185,7 @@ def _static_states(metadata: StateMetadata) -> StateMetadata:
 
 
 def _width(metadata: AttentionMetadata) -> int:
-    """Round up the columns of a block table, so that longer requests can use the same tape."""
+    """Round up a block table's number of columns, so that longer requests can use the same tape."""
     return int(max(16, 1 << (metadata.block_table.shape[1] - 1).bit_length()))
 
 

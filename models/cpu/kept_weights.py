@@ -1,7 +1,7 @@
 """Files of packed weights for CPUs, which all processes of a machine map.
 
-The first process packs the weights, writes the file and maps it; others only map it, so that all
-share one copy in memory. Refuses to know: how weights are packed, where the file is.
+The first process packs the weights, writes the file and maps it; other processes only map the file,
+so that all share one copy in memory. Refuses to know: how weights are packed, where the file is.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from baton_kernels import Groups, PackedWeight, WeightFormat
 _HUGE_PAGE, _POPULATE_READ = 14, 22  # advice for madvise(2); the second since Linux 5.14
 _OWN_CODE = ("models", "baton_kernels", "baton.checkpoint")
 
-# Packed weights and plain tensors, by the packer's names.
+# Packed weights and plain tensors of a model, under the packer's names.
 Kept = Mapping[str, PackedWeight | Tensor]
 
 
 @functools.cache
 def machine_key() -> str:
-    """Digest all that packed weights depend on besides the checkpoint: CPU, code and torch."""
+    """Digest what packed weights depend on besides the checkpoint: CPU, code and torch version."""
     digest = hashlib.sha256()
     parts = (platform.machine(), *sorted(cpu_features()), torch.__version__)
     digest.update(repr(parts).encode())
@@ -55,7 +55,7 @@ def _python_sources() -> Iterator[Path]:
 def _c_sources() -> Sequence[Path]:
     try:
         return find_sources()
-    except BuildError:  # without sources, no kernels need packed weights
+    except BuildError:  # no C sources, so no kernels that need packed weights
         return ()
 
 
@@ -63,7 +63,7 @@ def write_kept(entry: CacheEntry, kept: Kept, more: Mapping[str, int]) -> None:
     """Write packed weights to their file.
 
     Args:
-        more: further numbers to store in the file.
+        more: further values to store in the file.
 
     Raises WeightsCacheError if the weights cannot be written.
     """
@@ -97,7 +97,7 @@ def write_kept(entry: CacheEntry, kept: Kept, more: Mapping[str, int]) -> None:
 
 
 def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
-    """Map a file's weights; return them with the file's further numbers."""
+    """Map a file's weights; return them with the file's further values."""
     content = _as_tensor(file)
 
     def tensor(place: Mapping[str, Any] | None) -> Tensor | None:
@@ -134,7 +134,7 @@ def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
 
 
 def _as_tensor(file: PackedFile) -> Tensor:
-    """Return a file's bytes as one tensor, with every page in memory."""
+    """Return a file's bytes as one tensor, with all pages loaded into memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         content = torch.frombuffer(file.content, dtype=torch.uint8)
@@ -142,6 +142,6 @@ def _as_tensor(file: PackedFile) -> Tensor:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         size = -(-content.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        for advice in (_HUGE_PAGE, _POPULATE_READ):  # only advice: may fail
+        for advice in (_HUGE_PAGE, _POPULATE_READ):  # madvise is only advice, which may fail
             madvise(content.data_ptr(), size, advice)
     return content

@@ -34,11 +34,12 @@ from models.loading.text_parts import VISION
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-# Formats that cost small models several percent of perplexity (log, 2026-11-28): heads are INT8.
+# Formats that cost small models several percent of perplexity (log, 2026-11-28); output heads are
+# INT8 instead.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
 _ROWS = 64  # rows of a weight that are checked together
-_WIDTH = 16  # outputs in a panel, if there are no kernels
+_WIDTH = 16  # outputs in a panel, for the case without kernels
 # Suffixes of a layer's name in files of packed weights.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"
@@ -46,7 +47,7 @@ _COARSE_KEY = "coarse"
 
 @dataclass(frozen=True, slots=True)
 class CpuPacker:
-    """A ``WeightPacker`` for CPUs; equal packers make equal models.
+    """A ``WeightPacker`` for CPUs; equal packers give equal packed models.
 
     Attributes:
         dtype: the dtype in which the model computes.
@@ -79,7 +80,7 @@ class CpuPacker:
 
     @property
     def width(self) -> int:
-        """Number of outputs in a panel."""
+        """Return the number of outputs in a panel."""
         return _WIDTH if self.native is None else self.native.panel_width
 
     @property
@@ -107,12 +108,12 @@ class _Packing:
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
         self._memory = WeightMemory()
-        self._num_coarse = 0  # weights rounded to a coarse format by this packer
+        self._num_coarse = 0  # weights that this packer quantized
         self._names = {module: name for name, module in model.named_modules()}
         self._entry = entry
         self._kept: Kept = {}
         if entry is not None and self._map_kept(entry):
-            self._entry = None  # weights are mapped: nothing to write
+            self._entry = None  # the weights are mapped from a file, so none is written
 
     def take_kept(self, owner: nn.Module) -> bool:
         """Implement ``PackingModel.take_kept``."""
@@ -144,7 +145,7 @@ class _Packing:
         return True
 
     def _share(self, entry: CacheEntry) -> None:
-        """Write all packed weights to a file, and use the file's pages from now on."""
+        """Write all packed weights to a file, then use the file's pages instead."""
         embedding, names = self._model.model.embed_tokens, self._names
         kept: dict[str, ops.PackedWeight | Tensor] = {
             names[owner]: weight for owner, weight in self._packed.items()
@@ -162,7 +163,7 @@ class _Packing:
         except WeightsCacheError as error:
             logger.info("packed weights are not shared with other processes: %s", error)
             return
-        self._memory = WeightMemory()  # frees memory that is no longer used
+        self._memory = WeightMemory()  # frees the packed originals
         for owner in (*self._packed, *self._latents, embedding):
             self.take_kept(owner)
 
@@ -184,7 +185,7 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding in the head's panels; others in 16 bits, if that is exact."""
+        """Keep a tied embedding in the head's panels; keep others in 16 bits if that is exact."""
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)
@@ -261,7 +262,9 @@ class _Packing:
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack both matrices. The keys' matrix is transposed, so its groups are not kept.
+        """Pack the matrices of keys and values.
+
+        The keys' matrix is transposed, so a checkpoint's quantization groups are lost.
 
         Each head's rows are padded with zeros to whole panels.
         """
@@ -315,12 +318,12 @@ class _Packing:
 
 
 def _has_room(wanted: WeightFormat | None, layout: CodeLayout) -> bool:
-    """Return whether integers of 6 bits are kept where 8 bits are asked for."""
+    """Return whether 6-bit integers fit into a wanted 8-bit format."""
     return (wanted, layout.format) == (WeightFormat.INT8, WeightFormat.INT6)
 
 
 def _as_head(weight: ops.PackedWeight) -> ops.PackedWeight:
-    """Return a head's weight with finely rounded inputs, as their errors go into the logits."""
+    """Return a head's weight with finely rounded inputs, as input errors affect the logits."""
     return replace(weight, has_fine_inputs=weight.format.code_bits is not None)
 
 
@@ -336,7 +339,7 @@ def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
 
 
 def _spread(parts: Sequence[WeightPart], size: int, width: int) -> Iterator[WeightPart]:
-    """Move rows so that every group of ``size`` rows begins a new panel of ``width``."""
+    """Move rows so that every group of ``size`` rows begins with a new panel of ``width``."""
     room = -(-size // width) * width
     for part in parts:
         first, end = part.first_row, part.first_row + part.shape[0]

@@ -1,4 +1,4 @@
-"""Networks that draft a model's next tokens: one file and one line here for each; lazy imports."""
+"""Networks that draft a model's next tokens; each has a file, and a line here. Lazy imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from models.drafters.base import HeadsDrafter, LayersDrafter
 
-# Each loads a drafter for a model: see `models.drafters.loading.DrafterSource`.
+# Each function loads a drafter for a model: see `models.drafters.loading.DrafterSource`.
 DRAFTERS: Registry[Callable[..., HeadsDrafter | LayersDrafter]] = Registry(
     "drafter",
     {

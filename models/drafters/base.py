@@ -27,14 +27,14 @@ class HeadsDrafter(Protocol):
 
 
 class LayersDrafter(Protocol):
-    """Drafts one token after the other, with KV of its own.
+    """Drafts one token after the other, and has its own KV.
 
     Attributes:
         kv_layers: layout of the KV that each layer keeps.
-        reads_states: whether it reads the target model's states. If so, its KV at a position
-            depends on the state there and on the next token; otherwise, on the token there.
-        state_layers: target layers whose input states are read; empty: the states after the last
-            norm are read.
+        reads_states: whether the drafter reads the target model's states. If True, the KV at a
+            position depends on the state there and on the next token; otherwise, on the token
+            there.
+        state_layers: target layers whose input states are read; empty: states after the last norm.
     """
 
     kv_layers: tuple[LayerKV, ...]
@@ -42,11 +42,11 @@ class LayersDrafter(Protocol):
     state_layers: tuple[int, ...]
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Convert the target's states ``[n, ...]`` to `compute`'s input ``[n, width]``."""
+        """Convert the target's states ``[n, ...]`` to the input ``[n, width]`` of `compute`."""
         ...
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """Compute tokens, and write their keys and values.
+        """Compute tokens, and write their keys and values into the drafter's KV.
 
         Args:
             token_ids: ``[n]`` int64.
@@ -60,7 +60,7 @@ class LayersDrafter(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Turn `compute`'s results, ``[n, width]``, into logits of the next token."""
+        """Compute logits of the next token from `compute`'s results, ``[n, width]``."""
         ...
 
 

@@ -14,7 +14,7 @@ from models.base import CausalLM, ForwardContext
 from models.drafters.loading import DrafterSource
 from models.loading.loader import load_model
 
-# Vocabularies are padded to multiples of a number that differs between sizes of a family.
+# Padded vocabulary sizes may differ by this much between models of a family.
 MOST_PADDING = 1024
 
 
@@ -35,18 +35,18 @@ class DraftModel:
         self.max_model_len = model.config.max_model_len
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.take_states``: never called, as no states are read."""
+        """Return the states unchanged; never called, as this drafter reads no states."""
         return states
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
         """Implement ``LayersDrafter.compute``."""
-        # The target's vocabulary may have more padding.
+        # The target's vocabulary may have more padding than the drafter's.
         if self._model.config.vocab_size < self._vocab_size:
             token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``; omits the drafter's additional padding."""
+        """Implement ``LayersDrafter.compute_logits``, without padding that the target lacks."""
         return self._model.compute_logits(hidden)[:, : self._vocab_size]
 
 

@@ -1,8 +1,8 @@
 """EAGLE (Li et al., arXiv 2401.15077, with EAGLE-2 and HASS) and EAGLE-3 (arXiv 2503.01840).
 
-Layouts: the authors' own (``fc``, ``layers.0`` or ``midlayer``), and that of ``speculators``
-(``fusion_fc``, ``transformer``; its EAGLE-3 is like the authors', with ``layers.0``). The tensors
-show a checkpoint's layout, as its config does not always name it.
+Reads two layouts: the authors' (``fc``, ``layers.0`` or ``midlayer``), and that of ``speculators``
+(``fusion_fc``, ``transformer``; for EAGLE-3 like the authors', with ``layers.0``). A checkpoint's
+tensors tell the layout, as its config does not always name it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.loading.stored_weights import StoredTensor
 from models.recipe import AttentionSpec, LayerNorms, LayerSpec, MlpSpec, Recipe
 
 _NESTED = ("transformer_layer_config", "eagle_config")
-# Prefixes of our names -> the authors' prefixes; all that match are replaced, in order.
+# Prefixes of our names -> the authors' prefixes; all matching ones are replaced, in order.
 _EAGLE = {"model.": ""}
 _EAGLE_3 = {"model.": "", "layers.0.": "midlayer."}
 _SPECULATORS = {
@@ -68,7 +68,7 @@ def _layer_name(names: Mapping[str, str], name: str) -> str:
 def _config(
     source: DrafterSource, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
 ) -> ModelConfig:
-    """Read the shape of the layers, which are Llama's, whatever the target model is."""
+    """Read the configuration of the layers, which are Llama's for every target model."""
     fields = source.fields()
     for nested in _NESTED:
         if fields.has(nested):
@@ -106,7 +106,7 @@ def _layout(
     names: Mapping[str, str],
     config: ModelConfig,
 ) -> StateLayout:
-    """Find a checkpoint's layout by its tensors."""
+    """Determine a checkpoint's layout by its tensors."""
     target, fields = source.model.config, source.fields()
     is_third = _layer_name(names, "hidden_norm.weight") in stored
     state_layers: tuple[int, ...] = ()
@@ -155,7 +155,7 @@ def _layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
 def _recipe(
     stored: Mapping[str, StoredTensor], names: Mapping[str, str], config: ModelConfig
 ) -> Recipe:
-    """Return the recipe of config.json with the biases and norms that the tensors show."""
+    """Return the recipe by config.json, with the biases and norms that the tensors show."""
 
     def has(name: str) -> bool:
         return _layer_name(names, name) in stored
@@ -179,7 +179,7 @@ def _recipe(
 
 
 def _picked(source: DrafterSource, stored: Mapping[str, StoredTensor], head_size: int) -> Tensor:
-    """Return the ids of the head's tokens; ``d2t`` has each id minus the token's index."""
+    """Return the token ids that the head predicts; ``d2t`` stores each id minus its index."""
     offsets = stored[_PICKED].read().to(torch.int64)
     if len(offsets) != head_size:
         raise ModelLoadError(f"{source.where}: {_PICKED}: {len(offsets)} for {head_size} tokens")

@@ -41,7 +41,7 @@ class DrafterSource:
 
     @property
     def where(self) -> Path:
-        """The drafter's folder."""
+        """Return the drafter's folder."""
         return self.folder or self.model_folder
 
     def fields(self) -> Fields:
@@ -73,7 +73,7 @@ class DrafterSource:
 def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle raise all kinds
+    except Exception as error:  # torch and pickle raise exceptions of many types
         raise ModelLoadError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not isinstance(content, Mapping):
         raise ModelLoadError(f"{path}: is no table of tensors")
@@ -91,6 +91,6 @@ def check_shape(where: Path, what: str, found: Tensor, expected: tuple[int, ...]
 
 
 def check_width(where: Path, name: str, found: int, expected: int) -> None:
-    """Raise ModelLoadError unless a drafter's number equals the model's."""
+    """Raise ModelLoadError unless a drafter's size equals the model's."""
     if found != expected:
         raise ModelLoadError(f"{where}: {name}: {found}, but the model's is {expected}")

@@ -1,9 +1,9 @@
-"""MTP: a layer of the model's own kind, trained together with it (DeepSeek-AI, arXiv 2412.19437).
+"""MTP: a layer like the model's, trained together with the model (DeepSeek-AI, arXiv 2412.19437).
 
 The layer is in the model's checkpoint or in its own folder, in one of two layouts: DeepSeek's
 (``model.layers.N``, after the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
-Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). If there are
-several such layers, the first one makes all drafts.
+Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). Of several
+MTP layers, the first one makes all drafts.
 """
 
 from __future__ import annotations

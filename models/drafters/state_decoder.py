@@ -4,9 +4,9 @@
                                     +--> fc --> layer(s) --> (norm) --> head --> token t+2
     state of t ---------- (norm) ---+
 
-A checkpoint's layout (``eagle.py``, ``mtp.py``) tells which parts exist, and their names.
-EAGLE-3's layer attends over token and state side by side, without ``fc``.
-Refuses to know: layouts, files.
+The optional parts, and their names, depend on the checkpoint's layout (``eagle.py``, ``mtp.py``).
+EAGLE-3's layer attends over token and state concatenated, without ``fc``. Refuses to know: layouts,
+files.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class StateLayout:
         state_layers: layers of the target model whose input states are read; empty except for
             EAGLE-3.
         residual_is_normed: whether EAGLE-3's layer adds its result to the normed state.
-        has_embedding, has_head: whether the drafter has its own, in place of the target's.
-        head_size: tokens that the drafter's head predicts; fewer than the vocabulary if ``picks``.
+        has_embedding, has_head: whether the drafter has an embedding, and a head, instead of the
+            target's.
+        head_size: number of tokens that the drafter's head can predict.
         fc_bias: whether ``fc`` has a bias.
         embedding_norm, state_norm, final_norm: whether the layout has each of these norms.
-        goes_on_normed: whether a result is normed before it is the state for the next token.
+        goes_on_normed: whether a result is normed before it becomes the state for the next token.
         state_size: size of the target model's states.
     """
 
@@ -59,7 +60,7 @@ class StateLayout:
 
 
 class WideLayer(DecoderLayer, Computing):
-    """EAGLE-3's layer (arXiv 2503.01840), which attends over embedding and state side by side."""
+    """EAGLE-3's layer (arXiv 2503.01840), which attends over embedding and state concatenated."""
 
     def __init__(self, config: ModelConfig, residual_is_normed: bool) -> None:
         super().__init__(config, 0)
@@ -88,7 +89,7 @@ class WideLayer(DecoderLayer, Computing):
 
 
 class StateDecoder(Decoder):
-    """The drafter's layers, after token and state are joined."""
+    """The drafter's layers, which run after token and state are joined."""
 
     def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         super().__init__(config)
@@ -131,7 +132,7 @@ class StateDecoder(Decoder):
         return self.tapes.run(layers, inputs, context, comes_again=comes_again)
 
     def angles(self, context: ForwardContext, dtype: torch.dtype) -> list[Tensor]:
-        """Compute cosines and sines of a context's positions, for each rotary embedding."""
+        """Compute cosines and sines of a context's positions, per rotary embedding."""
         angles: list[Tensor] = []
         for rotary_emb in self.rotary_embs:
             angles += rotary_emb(context.positions, context.max_seq_len, dtype)
@@ -188,7 +189,7 @@ class StateDrafter(DecoderForCausalLM):
         self.picked: Tensor | None = None  # [head_size] int64
 
     def share(self, model: DecoderForCausalLM, picked: Tensor | None) -> None:
-        """Use the target model's embedding and head if the drafter has none.
+        """Use the target model's embedding and head where the drafter has none.
 
         Args:
             picked: vocabulary ids of the head's tokens, ``[head_size]``; None: all.
@@ -253,7 +254,7 @@ class StateDrafter(DecoderForCausalLM):
             return tuple(drafts)
 
         inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
-        # Few shapes recur: up to one new token more than there are drafts.
+        # Few shapes recur: from one new token to one more than there are drafts.
         comes_again = num_tokens <= num_drafts + 1
         return torch.cat(
             self.model.run(draft_all, inputs, context, comes_again=comes_again)

@@ -1,1 +1,1 @@
-"""Families of models: one file has all knowledge of a family; `registry.py` lists the names."""
+"""Model families: each file has all knowledge of one family; `registry.py` lists the names."""

@@ -23,7 +23,8 @@ from models.fields import Fields
 from models.model_fields import ModelFields
 from models.recipe import ExpertsSpec, LatentSpec, Recipe
 
-_SCALING = ("rope_scaling", "rope_parameters")  # the older name wins, as in rope_config.py
+# rope fields; the older name takes precedence, as in rope_config.py
+_SCALING = ("rope_scaling", "rope_parameters")
 
 
 _NUM_KV_HEADS, _V3_KV_HEADS = "num_key_value_heads", 128
@@ -51,7 +52,7 @@ def _turning_heads(fields: Fields, default_kv_heads: int | None = None) -> Field
 def _turning_heads_of_v3(fields: Fields) -> Fields:
     rope_dim = fields.integer("qk_rope_head_dim")
     if rope_dim % 2 == 0 and fields.get("head_dim") not in (None, rope_dim):
-        # transformers rotates head_dim dims, even if the rotated part has other dims.
+        # transformers rotates head_dim dims, even if the rotated part has another size.
         raise fields.wrong("head_dim", f"only qk_rope_head_dim, {rope_dim}, is supported")
     return _turning_heads(fields, _V3_KV_HEADS)
 
@@ -73,7 +74,7 @@ def _latents(model: ModelFields, *, rope_interleave: bool) -> LatentSpec:
 
 
 def _scale_of_rope(fields: Fields) -> float:
-    """Return YaRN's factor on dot products, ``mscale_all_dim`` squared."""
+    """Return YaRN's factor of dot products, ``mscale_all_dim`` squared."""
     section = next((name for name in _SCALING if fields.get(name)), None)
     scaling = fields.child(section) if section else Fields({}, "")
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -108,7 +109,7 @@ def _recipe(model: ModelFields, latents: LatentSpec, experts: ExpertsSpec) -> Re
 
 
 def _v2(model: ModelFields) -> Recipe:
-    """Return V2's recipe, in which RoPE always rotates adjacent dims; V3 has a field for this."""
+    """Return V2's recipe, in which RoPE always rotates adjacent dims; V3 has an option for this."""
     return _recipe(model, _latents(model, rope_interleave=True), _experts_of_v2(model.fields))
 
 
@@ -150,7 +151,7 @@ _GGUF_NAMES: Names = {
 
 
 def _gguf_of_v2(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields of V2, whose scores are a softmax."""
+    """Return the fields of V2, whose expert scores are a softmax."""
     return {
         **(gguf.routed_experts(keys) if keys.get("expert_count") else _gguf_without_experts(keys)),
         "topk_method": "group_limited_greedy" if keys.get("expert_group_count") else "greedy",
@@ -174,7 +175,7 @@ def _gguf_variant(keys: Keys) -> Architecture | None:
 
 
 def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return latent attention's sizes; files before 2025 have whole-head sizes only."""
+    """Return latent attention's sizes; GGUF files before 2025 have only whole heads' sizes."""
     turning = keys.integer("rope.dimension_count")
     length = keys.integer("attention.key_length_mla", keys.integer("attention.key_length"))
     value = keys.integer("attention.value_length_mla", keys.integer("attention.value_length"))

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each part, soft caps, mostly windows, and images."""
+"""Gemma 2 and 3: norms before and after each part, soft caps, sliding windows, and images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, *, is_third: bool) -> Recipe:
-    """Return the recipe; layers with a window may have a RoPE base of their own.
+    """Return the recipe; layers with a window may have a separate RoPE base.
 
     Args:
         is_third: whether this is Gemma 3. Its heads have norms. In all its layers, the embeddings
@@ -113,7 +113,7 @@ Gemma3ForConditionalGeneration = TextPart(
 # ---------------------------------------------------------------------------- GGUF files
 
 
-# Layer counts that identify the sizes that scale queries differently, as in llama.cpp.
+# Layer counts of the model sizes that scale queries differently, as in llama.cpp.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA_NORMS: Names = {

@@ -16,7 +16,7 @@ from models.family import Family
 from models.model_fields import ModelFields
 from models.recipe import LayerNorms, Recipe
 
-# GLM-4 and Z1 of 2025 have norms after each part, too.
+# GLM-4 and Z1 of 2025 also have norms after each part.
 _NORMS_OF_2025 = LayerNorms(
     after_mixer="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"
 )

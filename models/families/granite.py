@@ -54,7 +54,7 @@ def _dense(model: ModelFields) -> Recipe:
 
 
 def _in_common_words(fields: Fields) -> Fields:
-    """Return a hybrid's fields under the names that other families use."""
+    """Return a hybrid model's fields under the names that other families use."""
     turning = fields.text("position_embedding_type", "nope")
     if turning not in ("nope", "rope"):
         problem = f"{turning!r} is not supported; supported: nope, rope"
@@ -65,7 +65,7 @@ def _in_common_words(fields: Fields) -> Fields:
 
 
 def _experts(fields: Fields) -> ExpertsSpec | None:
-    """Read the experts beside the shared MLP; None: there is only the MLP."""
+    """Read the experts that exist beside the shared MLP; None: there is only the MLP."""
     if fields.integer("num_local_experts", 8, minimum=0) == 0:
         return None
     experts = ExpertsSpec(
@@ -163,7 +163,7 @@ def _gguf_of_moe(keys: Keys) -> Mapping[str, Any]:
 
 
 def _turns(keys: Keys) -> bool:
-    """Return whether RoPE rotates heads."""
+    """Return whether the model uses RoPE."""
     return keys.boolean("rope.scaling.finetuned", True)
 
 
@@ -178,7 +178,7 @@ def _gguf_of_hybrid(keys: Keys) -> Mapping[str, Any]:
 
 
 def _bamba_or_hybrid(keys: Keys) -> Architecture | None:
-    """Choose Bamba for its files, which say granitehybrid but have RoPE and no scales."""
+    """Choose Bamba for its files: they claim granitehybrid, but have RoPE and no scales."""
     is_bamba = _turns(keys) and keys.get("embedding_scale") is None
     return bamba.GGUF_ROW if is_bamba else None
 

@@ -46,7 +46,8 @@ def _intermediate_size(fields: Fields) -> int:
         return size
     size = int(2 * size / 3)
     multiplier = "block_ffn_dim_multiplier"
-    if multiplier in fields.names() and not fields.has(multiplier):  # null is not the default
+    # here, null does not mean the default
+    if multiplier in fields.names() and not fields.has(multiplier):
         return size
     size = int(fields.number(multiplier, 1.0) * size)
     multiple = fields.integer("block_multiple_of", 256)

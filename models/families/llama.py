@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3 and everything saved under that name; Idefics3 and SmolVLM, which see images."""
+"""Llama 1 to 3.3, models saved under the name Llama, and (with images) Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Idefics3ForConditionalGeneration = SmolVLMForConditionalGeneration = TextPart(
 
 
 def _gguf_variant(keys: Keys) -> Architecture | None:
-    """Choose Mistral (by window) or Mixtral (by experts), whose files claim to be llama."""
+    """Choose Mistral (by its window) or Mixtral (by its experts), whose files claim to be llama."""
     if keys.get("expert_count"):
         return mistral.GGUF_MIXTRAL
     return mistral.GGUF_MISTRAL if keys.get("attention.sliding_window") else None

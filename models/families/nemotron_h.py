@@ -42,7 +42,7 @@ _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _MOE}
 _NAMES = {name: name for name in _LETTERS.values()} | {"mamba": _MAMBA, "attention": _ATTENTION}
 _PATTERN, _PARTS = "hybrid_override_pattern", "layers_block_type"
 _TIME_STEP_MIN = 0.001
-# Field names in older files -> in newer files; if a file has both, the older name is used.
+# Field names: older -> newer; if a file has both, the older name takes precedence.
 _OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -82,7 +82,7 @@ def _in_common_words(fields: Fields) -> Fields:
             _PARTS: kinds,
             "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-5),
             "head_dim": fields.integer(head_dim, 128),
-            "hidden_act": "silu",  # Mamba 2's activation
+            "hidden_act": "silu",  # activation of Mamba 2
         }
     )
 
@@ -90,8 +90,8 @@ def _in_common_words(fields: Fields) -> Fields:
 def _refuse_time_step_min(fields: Fields) -> None:
     """Refuse a minimum time step other than 0, or the 0.001 of all published checkpoints.
 
-    Training, NVIDIA's own code and Baton use this field for initial weights only. transformers 5
-    also raises time steps to it, for a prompt's tokens but not for later tokens.
+    In training, NVIDIA's code and Baton, this field affects only initial weights. transformers 5
+    also raises time steps to this minimum, for a prompt's tokens but not for later ones.
     """
     name = "time_step_min"
     if fields.get(name) not in (None, 0.0, _TIME_STEP_MIN):

@@ -45,7 +45,7 @@ def experts_of(fields: Fields, count: str = "num_experts") -> ExpertsSpec:
 
 
 def experts_with_shared(fields: Fields) -> ExpertsSpec:
-    """Read the experts, and the shared one, scaled by a gate."""
+    """Read the experts, and the shared expert, whose result a gate scales."""
     shared_size = fields.integer("shared_expert_intermediate_size")
     return replace(experts_of(fields), shared_size=shared_size, has_shared_gate=True)
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5, text: gated delta nets in most layers, gated attention in others."""
+"""Qwen3-Next and Qwen3.5, text: gated delta nets in most layers, gated attention in the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ELSEWHERE = ("mtp.", "model.visual.")
 
 
 def _delta_net(fields: Fields, *, stored_by_key_head: bool) -> DeltaNetSpec:
-    """Read the fields ``linear_...``; raises ModelLoadError for sizes that do not fit."""
+    """Read the ``linear_...`` fields; raises ModelLoadError for inconsistent sizes."""
     if fields.get("attn_output_gate") not in (None, True):
         raise fields.wrong("attn_output_gate", "only true is supported with this architecture")
     num_key_heads = fields.integer("linear_num_key_heads", 16)
@@ -120,7 +120,7 @@ def _qwen3_5_moe(model: ModelFields) -> Recipe:
 
 
 def _beside_images(recipe: Recipe) -> Recipe:
-    """Return the recipe of the text part of a model that also sees images."""
+    """Return the recipe of the text part of a model that also computes images."""
     return replace(recipe, stored_prefix="model.language_model.")
 
 
@@ -149,7 +149,7 @@ Qwen3_5ForCausalLM = replace(
     recipe=_qwen3_5,
     defaults={**Qwen3NextForCausalLM.defaults, "num_key_value_heads": 4},
 )
-# These files have no size for a dense MLP, as no layer has a dense MLP.
+# These files give no size of a dense MLP, as no layer has one.
 Qwen3_5MoeForCausalLM = replace(
     Qwen3NextForCausalLM,
     recipe=_qwen3_5_moe,

@@ -33,7 +33,7 @@ def _smollm3(model: ModelFields) -> Recipe:
 
 
 def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
-    """Return 0 per layer without a rotary embedding, else 1; None: the file has no list."""
+    """Return 0 per layer without RoPE, else 1; None: the file has no such list."""
     if not fields.has("no_rope_layers"):
         return None
     values = fields.get("no_rope_layers")

@@ -25,8 +25,9 @@ class InvariantPacker:
     """A ``WeightPacker`` that keeps weights unchanged, but uses batch-invariant products.
 
     Attributes:
-        kind: the GPU's kind, as other kinds add in another order.
-        int8: packer of layers that sum integers, whose order does not matter; None: there are none.
+        kind: the GPU's model, as other models add in another order.
+        int8: packer of int8 layers, whose integer sums do not depend on order; None: no int8
+            layers.
     """
 
     kind: str

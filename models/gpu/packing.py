@@ -45,13 +45,13 @@ _NAMES = {torch.int8: "int8", FLOAT8: "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class GpuPacker:
-    """A ``WeightPacker`` for GPUs; equal packers make equal models.
+    """A ``WeightPacker`` for GPUs; equal packers give equal packed models.
 
     Attributes:
         device: the weights' device.
         weights: format of all linear layers except a tied head; None: the checkpoint's format. With
             ``INT4`` and ``FP8``, a head is ``INT8``, as it suffers most from low precision.
-        has_float8: whether the device multiplies float8.
+        has_float8: whether the device has float8 matrix products.
     """
 
     device: torch.device
@@ -65,7 +65,7 @@ class GpuPacker:
 
 
 class _Packing:
-    """Keeps one model's linear layers in few bits; a ``PackingModel``."""
+    """Keeps one model's linear layers quantized; a ``PackingModel``."""
 
     def __init__(self, packer: GpuPacker, model: DecoderForCausalLM) -> None:
         self._packer = packer
@@ -129,7 +129,7 @@ class _Packing:
     def _keep(
         self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep a checkpoint's format; None if another format is wanted or kernels lack it."""
+        """Keep a checkpoint's format; return None if another is wanted or kernels lack it."""
         kept, layout = integers_alike(parts)
         if layout is None:
             return self._keep_float8(parts) if wanted in (None, QuantizedFormat.FP8) else None
@@ -210,7 +210,7 @@ def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers
 
 
 def quantized_kinds(model: CausalLM) -> list[str]:
-    """List the kinds of quantized layers that a model has, without repetition."""
+    """List the kinds of a model's quantized layers, each once."""
     assert isinstance(model, nn.Module)
     layers = [one.quantized for one in model.modules() if isinstance(one, QuantizedLinear)]
     return sorted(set(map(_kind, layers)))

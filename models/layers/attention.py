@@ -32,7 +32,7 @@ class Attention(Computing):
         spec: the layer's attention.
         hidden_size: size of input and output.
         eps: epsilon of the norms of queries and keys.
-        layer_index: index of this layer's cache.
+        layer_index: index of this layer in the KV cache.
 
     Attributes:
         k_scale: scale of keys in a float8 cache, from the checkpoint if it has one.
@@ -43,7 +43,7 @@ class Attention(Computing):
         super().__init__()
         self._layer_index = layer_index
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
-        self.can_share = not spec.qk_norm_of_all_heads  # such a norm needs all ranks' heads
+        self.can_share = not spec.qk_norm_of_all_heads  # this norm needs all heads of all ranks
         self._eps = eps
         self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self._soft_cap = spec.soft_cap
@@ -73,7 +73,7 @@ class Attention(Computing):
         self._num_heads = heads[1] - heads[0]
 
     def keep_loaded(self, sinks: Tensor) -> Tensor:
-        """Return a checkpoint's sinks ``[num_heads]`` as the layer stores them."""
+        """Return a checkpoint's sinks ``[num_heads]`` in the form that the layer stores."""
         return sinks.float()
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
@@ -81,7 +81,7 @@ class Attention(Computing):
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: the step's rotations; the layer picks its own.
+            rotations: the step's rotations; the layer picks the one it uses.
             context: the step's forward context.
 
         Returns:

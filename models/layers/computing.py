@@ -12,14 +12,14 @@ class Computing(nn.Module):
     """A layer that computes with ops.
 
     Attributes:
-        ops: computes the ops; by default the fastest ones for the device of their tensors.
+        ops: computes the ops; by default the fastest implementation for the tensors' device.
     """
 
     ops: Ops = baton_kernels
 
 
 def use_ops(model: nn.Module, ops: Ops) -> None:
-    """Let all layers of a model compute with these ops."""
+    """Make all layers of a model compute with these ops."""
     for module in model.modules():
         if isinstance(module, Computing):
             module.ops = ops

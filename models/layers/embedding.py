@@ -14,7 +14,7 @@ from models.layers.computing import Computing
 
 
 class PackedEmbedding(Computing):
-    """An embedding that reads the head's panels, so that memory holds the weight once.
+    """A tied embedding that reads the output head's packed panels, so that the weight exists once.
 
     Args:
         weight: the head's weight.

@@ -2,7 +2,8 @@
 
 Yang et al., arXiv:2412.06464.
 
-Refuses to know: which layers have it, who owns a slot, how states are computed.
+Refuses to know: which layers use this mixer, which request a slot belongs to, how states are
+computed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class GatedDeltaNet(Computing):
         spec: shape of the layer, and how checkpoints store it.
         hidden_size: size of input and output.
         eps: epsilon of the norm.
-        layer_index: index of this layer's cache.
+        layer_index: index of this layer in the KV cache.
     """
 
     def __init__(self, spec: DeltaNetSpec, hidden_size: int, eps: float, layer_index: int) -> None:
@@ -62,7 +63,7 @@ class GatedDeltaNet(Computing):
         self.out_proj = nn.Linear(self._value_size, hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
-        """Mix the tokens of the step: ``[num_tokens, hidden_size]``; positions do not matter."""
+        """Mix the step's tokens: ``[num_tokens, hidden_size]``; positions are not used."""
         spec, num_tokens, num_heads = self._spec, len(hidden), self._spec.num_value_heads
         # [num_slots, num_channels, kernel_size - 1], [num_slots, heads, key_dim, value_dim]
         metadata, (conv_states, states) = context.state_layer(self._layer_index)

@@ -38,13 +38,13 @@ class LatentProjection(nn.Linear):
         self._sizes = (num_heads, key_dim, value_dim, rank)
 
     def keep_heads(self, heads: Span) -> None:
-        """Keep some heads, before there are weights."""
+        """Keep some heads; call before weights are loaded."""
         _, key_dim, value_dim, rank = self._sizes
         keep_outputs(self, scaled(heads, key_dim + value_dim))
         self._sizes = (heads[1] - heads[0], key_dim, value_dim, rank)
 
     def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut ``[out_features, rank]`` into keys and values, each ``[num_heads, dim, rank]``."""
+        """Split ``[out_features, rank]`` into keys and values, each ``[num_heads, dim, rank]``."""
         num_heads, key_dim, value_dim, rank = self._sizes
         heads = weight.view(num_heads, key_dim + value_dim, rank)
         return heads[:, :key_dim], heads[:, key_dim:]
@@ -69,7 +69,7 @@ class PackedLatentProjection(Computing):
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # Panels are parameters so that their memory is counted.
+        # parameters, so that the panels' memory is counted
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 
@@ -93,7 +93,7 @@ class LatentAttention(Computing):
     Args:
         spec: shape of the layer.
         hidden_size: size of input and output.
-        layer_index: index of this layer's cache.
+        layer_index: index of this layer in the KV cache.
     """
 
     def __init__(self, spec: LatentSpec, hidden_size: int, layer_index: int) -> None:
@@ -119,7 +119,7 @@ class LatentAttention(Computing):
     def shard(self, rank: Rank) -> None:
         """Implement ``Shareable.shard``: each rank keeps some heads.
 
-        All ranks compute and store all latents; each makes keys and values of its own heads.
+        All ranks compute and store all latents; each rank uses them for its own heads.
         """
         spec = self._spec
         heads = rank.span(self._num_heads)

@@ -1,6 +1,7 @@
 """Linear layers that torch lacks: joined projections, packed and quantized weights.
 
-One large product reads the input once, in one launch. Refuses to know: the parts' meaning.
+A joined projection reads its input once, in one launch. Refuses to know: what the parts are used
+for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from models.parallel.shards import Kept, KeptParts, Span
 
 
 class ExactLinear(nn.Linear):
-    """A small, sensitive linear layer, such as a router, whose weight is never rounded."""
+    """A small linear layer that is sensitive to rounding, such as a router; never quantized."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]`` float32."""
@@ -49,7 +50,7 @@ class JoinedLinear(nn.Linear):
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Number of rows of each part."""
+        """Return the number of rows of each part."""
         return tuple(self._parts.values())
 
     def part_rows(self) -> Iterator[tuple[str, slice]]:
@@ -64,15 +65,15 @@ class JoinedLinear(nn.Linear):
         return None
 
     def stored_name(self, name: str) -> str:
-        """Return the name of the part whose tensor in a checkpoint contains this part's rows."""
+        """Return the checkpoint's name of the tensor that contains this part's rows."""
         return name
 
     def stored_rows(self, name: str) -> int:
-        """Return the number of rows of a part's tensor in a checkpoint."""
+        """Return the number of rows of a part's checkpoint tensor."""
         return self._parts[name]
 
     def keep_parts(self, spans: Sequence[Span]) -> KeptParts:
-        """Keep some rows of each part; return the parts of a checkpoint's tensors to read."""
+        """Keep some rows of each part; return which parts of a checkpoint's tensors to read."""
         kept: KeptParts = {}
         rows: list[int] = []
         for (name, of_part), (first, end) in zip(self.part_rows(), spans, strict=True):
@@ -90,11 +91,11 @@ class JoinedLinear(nn.Linear):
 
 
 class ExpertsLinear(JoinedLinear):
-    """Projections of all experts, of equal sizes; each expert's panels are separate when packed."""
+    """Projections of all experts, of equal sizes; when packed, each expert has separate panels."""
 
 
 class HeadsInPairs(JoinedLinear):
-    """Projections to rotated heads; checkpoints store their dims in adjacent pairs::
+    """Projections to rotated heads, whose rotated dims checkpoints store in adjacent pairs::
 
         in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  a head's rotated dims; then the others
         here               | 0 2 4 6 | 1 3 5 7 |
@@ -244,7 +245,7 @@ class PackedLinear(Computing):
         super().__init__()
         self.activation, self._is_exact = activation, exact
         self.packed = weight
-        # Panels are parameters so that their memory is counted.
+        # parameters, so that the panels' memory is counted
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
         groups = () if weight.groups is None else weight.groups.tensors
@@ -278,7 +279,7 @@ class QuantizedLinear(Computing):
         self._activation = activation
         self.quantized = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # Parameters, so that their memory is counted.
+        # parameters, so that their memory is counted
         self.numbers = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for tensor in weight.tensors
         )
@@ -332,7 +333,7 @@ class InvariantLinear(Computing):
 
 
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
-    """Make an unloaded layer column-parallel: it computes some of its outputs.
+    """Make a layer column-parallel, before weights are loaded: it computes some of its outputs.
 
     Args:
         linear: the layer.
@@ -351,7 +352,7 @@ def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
 
 
 def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
-    """Make an unloaded layer row-parallel: it reads some of its inputs.
+    """Make a layer row-parallel, before weights are loaded: it reads some of its inputs.
 
     Args:
         linear: the layer; its results are summed over all ranks.
@@ -373,7 +374,7 @@ def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
 
 
 def _resize(linear: nn.Linear, kept: KeptParts) -> None:
-    """Allocate a layer's parameters in their new sizes, and note the kept parts."""
+    """Resize a layer's parameters, and record which parts were kept."""
     linear.kept = kept  # type: ignore[assignment]
     linear.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features))
     if linear.bias is not None:
@@ -381,7 +382,7 @@ def _resize(linear: nn.Linear, kept: KeptParts) -> None:
 
 
 def keep_elements(module: nn.Module, attribute: str, span: Span) -> None:
-    """Keep some elements of an unloaded parameter along its first axis."""
+    """Keep some elements of a parameter along its first axis, before weights are loaded."""
     parameter = getattr(module, attribute)
     kept: KeptParts = dict(getattr(module, "kept", {}))
     kept[attribute] = Kept(tuple(parameter.shape), slice(*span))
@@ -407,12 +408,15 @@ __all__ = [
 
 
 class LabelHead(nn.Module):
-    """Logits of labels. Not an ``nn.Linear``, so that no packer rounds its few numbers."""
+    """Computes logits of labels.
+
+    Not an ``nn.Linear``, so that no packer rounds its small weight.
+    """
 
     def __init__(self, num_labels: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_labels, hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``[n, num_labels]`` of ``[n, hidden_size]``."""
+        """Return logits ``[n, num_labels]`` of ``[n, hidden_size]``."""
         return functional.linear(hidden, self.weight)

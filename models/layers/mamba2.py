@@ -1,6 +1,7 @@
 """Mamba 2's token mixer: a convolution, a state space, a gated norm (Dao and Gu, arXiv:2405.21060).
 
-Refuses to know: which layers have it, who owns a slot, how states are computed.
+Refuses to know: which layers use this mixer, which request a slot belongs to, how states are
+computed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Mamba2(Computing):
         spec: shape of the layer.
         hidden_size: size of input and output.
         eps: epsilon of the norm.
-        layer_index: index of this layer's cache.
+        layer_index: index of this layer in the KV cache.
     """
 
     def __init__(self, spec: Mamba2Spec, hidden_size: int, eps: float, layer_index: int) -> None:
@@ -46,7 +47,7 @@ class Mamba2(Computing):
         self.out_proj = nn.Linear(inner_size, hidden_size, bias=spec.proj_bias)
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
-        """Mix the tokens of the step: ``[num_tokens, hidden_size]``; positions do not matter."""
+        """Mix the step's tokens: ``[num_tokens, hidden_size]``; positions are not used."""
         spec = self._spec
         # [num_slots, num_channels, kernel_size - 1], [num_slots, num_heads, state_dim, head_dim]
         metadata, (conv_states, states) = context.state_layer(self._layer_index)

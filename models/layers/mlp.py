@@ -17,7 +17,7 @@ class GatedMLP(nn.Module):
 
     Args:
         hidden_size: size of input and output.
-        intermediate_size: size of the gated middle.
+        intermediate_size: size between the projections, after gating.
         bias: whether each of the three projections has a bias.
         activation: activation of the gate, see ``ops.gated_mul``.
         stored_joined: whether checkpoints have gate and up projection joined.
@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the intermediate columns."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.gate_up_proj, span, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
@@ -58,7 +58,7 @@ class SquaredReluMLP(Computing):
 
     Args:
         hidden_size: size of input and output.
-        intermediate_size: size of the middle.
+        intermediate_size: size between the two projections.
         bias: whether each of the two projections has a bias.
     """
 
@@ -70,7 +70,7 @@ class SquaredReluMLP(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some of the middle."""
+        """Implement ``Shareable.shard``: each rank keeps some of the intermediate columns."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.up_proj, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)

@@ -25,17 +25,17 @@ from models.recipe import RELU2, ExpertsSpec
 
 
 class AdaptedMix(Protocol):
-    """Sends tokens through experts beside which adapters compute."""
+    """Computes the experts of a layer that has adapters."""
 
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """Send ``[num_tokens, width]`` through the experts, and add the shared experts' result."""
+        """Apply each token's experts to ``[num_tokens, width]``; add the shared experts' result."""
         ...
 
 
 class SparseMoe(Computing):
-    """Each token goes through few of many gated MLPs (Shazeer et al., arXiv:1701.06538).
+    """A mixture of experts: a token uses few of many MLPs (Shazeer et al., arXiv:1701.06538).
 
     The weights of all experts are one parameter, to be packed and multiplied together.
 
@@ -45,9 +45,9 @@ class SparseMoe(Computing):
 
     Attributes:
         invariant: whether a token's results may not depend on other tokens, even on a GPU.
-        adapted: replaces `mix` in layers with adapters; None: the layer has none.
+        adapted: replaces `mix` if the layer has adapters; None: it has none.
         width: size of the experts' input and output.
-        inner_size: size of an expert's middle.
+        inner_size: intermediate size of an expert.
         num_halves: parts of an expert's first layer: 2 for gates and ups, 1 for ups alone.
         activation: see ``ops.experts``.
     """
@@ -72,7 +72,7 @@ class SparseMoe(Computing):
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
-        # Width of the experts' input and output: the residual stream's, or a projection's.
+        # Width of the experts' input and output: that of the residual stream, or of a projection.
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None
@@ -100,7 +100,7 @@ class SparseMoe(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: ranks divide each expert's middle; all of them route."""
+        """Implement ``Shareable.shard``: ranks divide each expert's columns; all ranks route."""
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)
@@ -130,7 +130,7 @@ class SparseMoe(Computing):
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """Send ``[num_tokens, width]`` through the experts, and add the shared experts' result."""
+        """Apply each token's experts to ``[num_tokens, width]``; add the shared experts' result."""
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return self.ops.packed_experts(

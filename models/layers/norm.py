@@ -1,4 +1,4 @@
-"""RMSNorm as a module: a weight and an epsilon for the op. Refuses to know: its place."""
+"""RMSNorm as a module with a weight and an epsilon. Refuses to know: where it is applied."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RMSNorm(Computing):
 
 
 class NoNorm(Computing):
-    """Placeholder for a norm that this architecture lacks."""
+    """A placeholder for a norm that this architecture lacks."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input unchanged."""

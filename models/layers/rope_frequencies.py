@@ -1,4 +1,4 @@
-"""The angle per position of each rotary pair, for every scaling that Hugging Face supports.
+"""Rotary frequencies (radians per position of each pair), for every scaling that Hugging Face has.
 
 Formulas and order of operations follow ``transformers.modeling_rope_utils``, so that float32
 frequencies have the same bits. Refuses to know: positions, heads, config files.
@@ -39,7 +39,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         case "longrope":
             return _longrope(rope, dim)
         case _:
-            # "dynamic", too: up to rope.max_len, its scaled base equals the unscaled one.
+            # includes "dynamic": up to rope.max_len, its scaled base equals the unscaled base
             return _plain(rope, dim)
 
 
@@ -53,7 +53,7 @@ def _plain(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return frequencies of a full rotation for the first pairs, and 0 for the rest."""
+    """Return full-head frequencies for the first pairs, and 0 for the rest."""
     turning = int(rope.partial_rotary_factor * head_dim // 2)
     frequencies = _plain(rope, head_dim) / rope.factor  # [head_dim / 2]
     frequencies[turning:] = 0.0
@@ -61,7 +61,7 @@ def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: stretch long wavelengths, keep short ones, and mix those in between.
+    """Scale frequencies as Llama 3.1: stretch long wavelengths, keep short ones, blend in between.
 
     ::
 
@@ -81,7 +81,7 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (Peng et al., arXiv:2309.00071): a ramp over pairs, by rotations per original length."""
+    """Scale frequencies by YaRN (Peng et al., arXiv:2309.00071): a ramp over pairs."""
     original = rope.original_max_position_embeddings
     assert original is not None
 
@@ -102,7 +102,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _longrope(rope: RopeConfig, head_dim: int) -> Tensor:
-    """LongRoPE (Ding et al., arXiv:2402.13753): a divisor per pair, found by search."""
+    """Scale by LongRoPE (Ding et al., arXiv:2402.13753): divide frequencies by pair."""
     divisors = rope.long_factor if rope.use_long_factors else rope.short_factor
     divisor = torch.tensor(divisors, dtype=torch.float32, device="cpu")  # [head_dim / 2]
     return 1.0 / (divisor * rope.theta ** _exponents(head_dim))

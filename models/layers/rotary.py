@@ -1,9 +1,9 @@
 """Positions to cosines and sines, once per step for all layers.
 
-A step looks cosines and sines up in a table, with one op; computing them takes seven ops, which on
-a CPU take 1 % of a decode step. A CPU's table grows with sequences. A GPU's is complete
-from the start, as graphs hold its address. If tables would be too large, steps compute them.
-Refuses to know: queries, keys, scaling rules.
+A step looks up cosines and sines in a table, with one op; computing them would take seven ops, 1 %
+of a decode step on a CPU. On a CPU, the table grows with sequences. On a GPU, the table is complete
+from the start, as CUDA graphs hold its address. If a table would be too large, each step computes
+cosines and sines. Refuses to know: queries, keys, scaling rules.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def _table(self, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return a table with enough positions, ``[2, positions, rotary_dim]``; None: too large."""
+        """Return a table with enough positions, ``[2, positions, rotary_dim]``.
+
+        Returns None if the table would be too large.
+        """
         table = self._tables.get(dtype)
         if table is not None and min(max_seq_len, self._num_positions) <= table.shape[1]:
             return table

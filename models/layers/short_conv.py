@@ -1,6 +1,6 @@
-"""A short causal convolution per channel; its state is the newest inputs.
+"""A short causal convolution per channel; its state holds the latest inputs.
 
-Refuses to know: the channels' meaning, who owns a slot.
+Refuses to know: the channels' meaning, which request a slot belongs to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ShortConv(Computing):
 
     Args:
         num_channels: channels of input and of output.
-        kernel_size: inputs that a token sees, its own included.
+        kernel_size: number of inputs that a result depends on, the token's own included.
         bias: whether each channel has a bias.
         has_silu: whether ``silu`` is applied to the result.
     """
@@ -32,7 +32,7 @@ class ShortConv(Computing):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Shape of a state: ``(num_channels, kernel_size - 1)``."""
+        """Return the shape of a state: ``(num_channels, kernel_size - 1)``."""
         num_channels, _, kernel_size = self.weight.shape
         return num_channels, kernel_size - 1
 
@@ -61,7 +61,7 @@ class GatedShortConv(nn.Module):
 
     Args:
         spec: shape of the layer.
-        layer_index: index of this layer's cache.
+        layer_index: index of this layer in the KV cache.
     """
 
     def __init__(self, spec: ShortConvSpec, layer_index: int) -> None:

@@ -1,1 +1,1 @@
-"""Load weights from files into modules."""
+"""Loads weights from files into modules."""

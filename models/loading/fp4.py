@@ -1,4 +1,4 @@
-"""Numbers of four bits, e2m1 (OCP Microscaling Formats, 1.0), in groups with scales.
+"""Numbers of four bits, e2m1 (OCP Microscaling Formats, 1.0), in groups with a common scale.
 
 Refuses to know: files, names of tensors.
 """
@@ -14,17 +14,17 @@ from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # bias of a scale's exponent (e8m0)
 _NOT_A_NUMBER = 255
-_GROUP, _SMALL_GROUP = 32, 16  # neighbouring inputs with one scale
+_GROUP, _SMALL_GROUP = 32, 16  # number of adjacent inputs with one scale
 
 
 def fp4(packed: Tensor) -> Tensor:
-    """Unpack ``[out, in / 2]`` bytes of two numbers, low half first, to ``[out, in]`` bfloat16."""
+    """Unpack ``[out, in / 2]`` bytes (low half first) to ``[out, in]`` bfloat16."""
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.bfloat16)
     return torch.cat([magnitudes, -magnitudes])[_codes(packed)]
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Unpack MXFP4, groups of 32 with a power of two each, to ``[out, in]`` bfloat16.
+    """Unpack MXFP4, with a power of two as scale of 32 inputs, to ``[out, in]`` bfloat16.
 
     Args:
         packed: ``[out, in / 2]`` uint8, see `fp4`.
@@ -40,9 +40,9 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return `mxfp4`'s numbers as grouped integers: numbers are doubled, and scales halved.
+    """Return MXFP4 as grouped integers: numbers are doubled, and scales halved.
 
-    None if a scale is NaN.
+    Returns None if a scale is NaN.
     """
     _check(packed, scale)
     if scale.numel() and int(scale.max()) == _NOT_A_NUMBER:
@@ -54,7 +54,7 @@ def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
 
 
 def nvfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return e2m1 numbers in groups of 16 as grouped integers: numbers doubled, scales halved.
+    """Return NVFP4 as grouped integers: numbers are doubled, and scales halved.
 
     Args:
         packed: ``[out, in / 2]`` uint8, see `fp4`.

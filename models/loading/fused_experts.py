@@ -1,4 +1,4 @@
-"""Split a checkpoint's fused experts into one tensor per expert, as in other checkpoints.
+"""Splits a checkpoint's fused experts into one tensor per expert, as in other checkpoints.
 
     mlp.experts.gate_up_proj [experts, 2 * size, hidden]  ──  mlp.experts.0.gate_proj.weight, ...
     mlp.experts.down_proj    [experts, hidden, size]      ──  mlp.experts.0.down_proj.weight, ...
@@ -52,9 +52,9 @@ def split_fused_experts(
     by_turns: bool = False,
     as_linears: bool = False,
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by name; parts that can be read alone replace fused tensors.
+    """Return a checkpoint's tensors by name, with fused tensors replaced by their parts.
 
-    Fused tensors have the names of the modules of ``transformers``, not of checkpoints.
+    Fused tensors are named like the modules of ``transformers``, not like checkpoints.
 
     Args:
         tensors: tensors by name.
@@ -159,7 +159,7 @@ def _keep_mxfp4(
 def _mxfp4_parts(
     blocks: StoredTensor, scales: StoredTensor, num_experts: int, expert: int, half: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Copy bytes of numbers, ``[out, in / 2]``, and exponents, ``[out, in / 32]``."""
+    """Copy the bytes, ``[out, in / 2]``, and the exponents, ``[out, in / 32]``, of one part."""
     packed = _expert(blocks, num_experts, expert, num_dims=3)
     exponents = _expert(scales, num_experts, expert, num_dims=2)
     packed = _copied(blocks, packed, packed, half).flatten(1)
@@ -176,7 +176,7 @@ def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: in
 
 
 def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor, half: int | None) -> Tensor:
-    """Copy half of an expert's outputs, which alternate, or all; release the file's pages.
+    """Copy an expert's outputs, all or every second one; release the file's pages.
 
     Args:
         stored: the fused tensor.

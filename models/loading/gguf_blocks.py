@@ -1,7 +1,7 @@
-"""Turn the blocks of a quantized GGUF tensor into equal numbers: integers in groups with scales.
+"""Converts the blocks of a quantized GGUF tensor, without loss, to integers in groups with scales.
 
-GGML (`ggml-quants.c`) defines the meaning of each type; names are GGML's.
-Refuses to know: files, names of tensors.
+GGML (`ggml-quants.c`) defines the meaning of each type; names are GGML's. Refuses to know: files,
+names of tensors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
-    """Return one float16 of each block: ``[rows, blocks]``."""
+    """Return the float16 at byte ``start`` of each block: ``[rows, blocks]``."""
     return blocks[:, :, start : start + 2].contiguous().view(torch.float16).squeeze(2)
 
 
 def _cut(parts: Tensor, *sizes: int) -> Tensor:
-    """Reshape ``[rows, blocks, ...]`` to ``[rows, blocks, *sizes]``."""
+    """Join per-block parts to one row: ``[rows, blocks, ...]`` to ``[rows, blocks, *sizes]``."""
     return parts.reshape(*parts.shape[:2], *sizes)
 
 
@@ -49,7 +49,9 @@ def _nibbles(quads: Tensor) -> Tensor:
 
 
 def _neighbours(packed: Tensor) -> Tensor:
-    """Pack numbers as pairs of neighbours; a stored byte pairs the two halves of a block.
+    """Repack bytes as pairs of adjacent numbers.
+
+    A stored byte pairs numbers of a block's two halves.
 
     ``[rows, blocks, 16]`` -> ``[rows, blocks * 16]``.
     """
@@ -73,7 +75,7 @@ def _q4_1(blocks: Tensor) -> _Unpacked:
 
 
 def _five_bits(blocks: Tensor, start: int) -> Tensor:
-    """Unpack 4 bytes with the high bits of 32 5-bit numbers, and 16 with the other bits."""
+    """Unpack 32 5-bit numbers: 4 bytes hold the high bits, the next 16 the other bits."""
     places = torch.arange(8, dtype=torch.uint8)
     highest = (blocks[:, :, start : start + 4, None] >> places & 1).flatten(2)
     return (_nibbles(blocks[:, :, start + 4 :]) | highest << 4).flatten(1)
@@ -115,7 +117,7 @@ def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _offset_groups(scales: Tensor, minima: Tensor, blocks: Tensor, start: int) -> Groups:
-    """Return groups: multiples of a block's `d`, minus multiples of its `dmin`."""
+    """Return groups: scales are multiples of a block's `d`, minima of `-dmin`."""
     scales, minima = (one.flatten(1).to(torch.int8) for one in (scales, minima))
     return Groups(scales, minima, _halves(blocks, start), -_halves(blocks, start + 2))
 
@@ -159,7 +161,7 @@ def _iq4_xs(blocks: Tensor) -> _Unpacked:
 
 
 def _unevenly(codes: Tensor) -> Tensor:
-    """Return the integers for 4-bit codes with uneven steps."""
+    """Map 4-bit codes with uneven steps to their integers."""
     return torch.tensor(_UNEVEN, dtype=torch.int8)[codes.int()]
 
 

@@ -1,4 +1,4 @@
-"""Undo converters' changes to GGUF tensors, so that they equal the original checkpoint's.
+"""Undoes converters' changes to GGUF tensors, so that they equal the original checkpoint's.
 
 `baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is not
 changed, as the loader reports the shape. Refuses to know: files, names of tensors.
@@ -15,12 +15,12 @@ from baton.checkpoint.gguf.architecture import Change
 from models.config import ModelConfig
 from models.recipe import DeltaNetSpec
 
-# Takes a tensor, rows first, and the model's configuration.
+# Functions that take a tensor, rows first, and the model's configuration.
 _Changer = Callable[[Tensor, ModelConfig], Tensor]
 
 
 def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]:
-    """Return the changes to apply: value heads stay in order if each key head has one."""
+    """Return the changes to apply; without several value heads per key head, their order stays."""
     net = _delta_net(config)
     if net is not None and net.num_key_heads == net.num_value_heads:
         return tuple(change for change in changes if change not in _OF_VALUE_HEADS)
@@ -72,7 +72,7 @@ def _halves_of_heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def _value_heads(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder the rows of value heads: those of one key head become adjacent."""
+    """Reorder the rows of value heads so that those of one key head become adjacent."""
     net = _delta_net(config)
     if net is None or tensor.shape[0] % net.num_value_heads:
         return tensor
@@ -94,7 +94,7 @@ def _value_columns(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder ``| queries | keys | values | gates |``, so that each key head has all its rows."""
+    """Reorder ``| queries | keys | values | gates |`` by key head, each with all its rows."""
     net = _delta_net(config)
     if net is None:
         return tensor

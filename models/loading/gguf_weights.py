@@ -1,6 +1,6 @@
-"""Read a GGUF file's weights one tensor at a time: dequantized, with Hugging Face's names.
+"""Reads a GGUF file's weights one tensor at a time: dequantized, with Hugging Face's names.
 
-Refuses to know: modules, dtypes to compute in, metadata and names (`baton/checkpoint/gguf`).
+Refuses to know: modules, the model's dtype, metadata and names (`baton/checkpoint/gguf`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             return numbers.view(sixteen_bits).view(place.shape)
         rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
-        # Copy, as the loader cannot release the file's own pages.
+        # Copy, because the loader could not release the file's own pages.
         return torch.from_numpy(numpy.array(values)).view(place.shape)
 
     def read(tensor: _Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
 
 
 def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
-    """Return the shape that a tensor will have when read; None: reading it must tell."""
+    """Return the shape that a tensor will have when read; None: known only after reading."""
     inner = {part.shape[1:] for part in tensor.parts}
     if len(inner) > 1 or not is_order(tensor.changes):
         return None
@@ -138,7 +138,7 @@ def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedInteger
 
 
 class _Tensors:
-    """A checkpoint's tensors, each with the file's tensors that contain its rows."""
+    """A checkpoint's tensors, each with the file's tensors that hold its rows."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file, self._config = file, config
@@ -146,7 +146,7 @@ class _Tensors:
         self._num_layers = Keys.of(file).num_layers()
 
     def all(self) -> Iterator[_Tensor]:
-        """Yield every tensor; unknown ones keep their names, so that the loader refuses them."""
+        """Yield every tensor; unknown tensors keep their names, so that the loader refuses them."""
         for name, place in self._file.tensors.items():
             found = _NAME.fullmatch(name)
             if name in _IN_CONFIG or found is None:

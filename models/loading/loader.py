@@ -1,4 +1,4 @@
-"""Load weights from files into a module, layer by layer, with one copy of a weight at a time.
+"""Loads weights from files into a module, layer by layer, never holding two copies of the model.
 
 The module is built on the meta device (shapes only). A checkpoint must have exactly the module's
 tensors. Each is read when needed, into a parameter or into a packer's format. `stored_weights.py`,
@@ -83,8 +83,8 @@ def load_model(
         dtype: type of weights and activations; None: the checkpoint's own.
         device: device of the weights.
         max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
-        packer: stores linear layers in its own form, such as ``models.cpu.packing.CpuPacker``;
-            None: as torch's parameters.
+        packer: stores linear layers in another form, for example ``models.cpu.packing.CpuPacker``;
+            None: torch parameters.
         ops: compute the layers; None: the fastest ops for their device.
         ranks: ranks that share the model; each loads its part; by default, one rank has the whole
             model.
@@ -138,7 +138,10 @@ def _hold_entry(
     ranks: Ranks,
     files: ExitStack,
 ) -> CacheEntry | None:
-    """Hold a model's place in the cache until ``files`` is closed; None: no place."""
+    """Hold a model's entry in the cache until ``files`` is closed.
+
+    Returns None if the cache has no entry for the model.
+    """
     sources = gguf_files(folder) or _weight_files(folder)
     size = sum(path.stat().st_size for path in sources)
     if packer.cache_key is None or not cache.takes(size):
@@ -163,7 +166,7 @@ def _content_digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Create modules without memory for weights."""
+    """Create modules without memory for weights inside this context."""
     with torch.device("meta"), _NoInitialWeights():
         yield
 
@@ -177,7 +180,7 @@ def fill_model(
     packer: WeightPacker | None,
     ops: Ops | None = None,
 ) -> None:
-    """Load the weights of a folder into a model that was made without weights.
+    """Load the weights of a folder into a model that was made on the meta device.
 
     Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
@@ -191,10 +194,10 @@ def fill_model(
 
 
 class _NoInitialWeights(TorchFunctionMode):
-    """Skips random initial weights, which are overwritten anyway.
+    """A torch mode that skips random initialization of weights, which are overwritten anyway.
 
-    On the meta device, torch would compile them, and importing its compiler takes longer than
-    loading a small model.
+    On the meta device, torch would compile the random functions, and importing its compiler takes
+    longer than loading a small model.
     """
 
     def __torch_function__(
@@ -210,7 +213,7 @@ class _NoInitialWeights(TorchFunctionMode):
 
 
 class PackingModel(Protocol):
-    """The linear layers of one model while a packer packs them.
+    """The linear layers of one model, while a packer packs them.
 
     Attributes:
         takes_float8: whether `take` accepts weights stored in float8.
@@ -219,10 +222,10 @@ class PackingModel(Protocol):
     takes_float8: bool
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Use the weight that another process packed for ``owner``; return whether there is one."""
+        """Use the packed weight of ``owner`` that a file has; return whether there is one."""
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Pack ``owner.weight`` if possible; return whether nothing else needs the weight."""
+        """Pack ``owner.weight`` if possible; return whether the caller can drop the weight."""
 
     def finish(self) -> None:
         """Replace the layers whose weights were taken."""
@@ -233,18 +236,18 @@ class WeightPacker(Protocol):
 
     @property
     def cache_key(self) -> str | None:
-        """Return a key of all that packed weights depend on; None: do not keep files."""
+        """Return a key of all that packed weights depend on; None: do not write files."""
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
-        """Begin with a model that has no weights yet.
+        """Start packing a model that has no weights yet.
 
         Args:
-            entry: place of the packed weights in the user's cache; None: no place.
+            entry: entry of the packed weights in the user's cache; None: do not cache.
         """
 
 
 def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
-    """Pack a model that was loaded without a packer; packed layers stay."""
+    """Pack a model that was loaded without a packer; layers already packed stay."""
     assert isinstance(model, DecoderForCausalLM)
     packing = packer.start(model)
     for module in model.modules():
@@ -255,7 +258,7 @@ def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a checkpoint's tensor in the model: some or all rows of a parameter."""
+    """Where a checkpoint's tensor goes in the model: to some or all rows of a parameter."""
 
     owner: nn.Module
     attribute: str
@@ -264,7 +267,7 @@ class _Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape that the checkpoint's tensor must have."""
+        """Return the shape that the checkpoint's tensor must have."""
         parameter: nn.Parameter = getattr(self.owner, self.attribute)
         return tuple(parameter[self.rows].shape) if self.kept is None else self.kept.shape
 
@@ -412,7 +415,7 @@ def _fill_parameter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Make a parameter from copies, as otherwise it would keep the file's pages in use."""
+    """Make a parameter from copies, because views would keep the file's pages in memory."""
     shape = getattr(owner, attribute).shape
     if attribute in getattr(owner, "float32_parameters", ()):
         dtype = torch.float32
@@ -426,7 +429,7 @@ def _fill_parameter(
 
 
 def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
-    """Open a checkpoint's tensors, by their names in Hugging Face layout."""
+    """Open a checkpoint's tensors, named as in Hugging Face layout."""
     gguf = folder / WEIGHTS
     if gguf.exists():
         return {stored.name: stored for stored in read_gguf(gguf, config)}
@@ -440,7 +443,7 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files, each once; a single file is preferred to an index."""
+    """List the safetensors files, each once; prefer a single file to an index."""
     if (folder / _SINGLE).exists():
         return [folder / _SINGLE]
     index = folder / _INDEX
@@ -449,7 +452,7 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = Fields.from_file(index).child("weight_map")
     shards = sorted({weight_map.text(name) for name in weight_map.names()})
     for shard in shards:
-        # A name with a folder could point anywhere on this machine.
+        # a name with a folder could point to any file of this machine
         if Path(shard).name != shard:
             raise ModelLoadError(f"{index}: weight_map: {shard!r} is not a file name")
         if not (folder / shard).exists():
@@ -458,7 +461,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_scale(stored: StoredTensor) -> float:
-    """Read a scale: the factor of a layer's stored numbers."""
+    """Read a scale of stored keys or values."""
     tensor = stored.read()
     scale = float(tensor) if tensor.numel() == 1 else math.nan
     if not 0 < scale < math.inf:

@@ -1,11 +1,11 @@
-"""Read a checkpoint's quantized weights as floating-point numbers, one layer at a time.
+"""Reads a checkpoint's quantized weights as floating-point numbers, one layer at a time.
 
     layer.weight_packed  ┐
     layer.weight_scale   ├─ the storage with exactly these parts ── layer.weight [out, in]
     layer.weight_shape   ┘
 
-A layer's tensors tell how it is stored; layers without such parts are read unchanged. Numbers equal
-those of the formats' own tools to the bit, as they are computed in the scales' type. Refuses to
+A layer's tensors tell how it is stored; layers without such parts are read unchanged. Numbers are
+computed in the scales' dtype, and so equal those of the formats' own tools bit for bit. Refuses to
 know: modules, their dtype.
 """
 
@@ -28,7 +28,7 @@ from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Order of eight neighbouring numbers in a word of AWQ's GEMM layout.
+# Order of eight adjacent numbers in a word of AWQ's GEMM layout.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 Parts = Mapping[str, Tensor]
@@ -43,7 +43,7 @@ class Storage:
         parts: required tensors, by suffix of their names.
         may_have: optional tensors, by suffix.
         restore: makes ``weight`` from the parts, ``[out, in]``; raises ValueError for bad shapes.
-        keep: returns the parts as integers that kernels multiply; None if kernels cannot.
+        keep: returns the parts as grouped integers; None if kernels do not support them.
         keep_float8: returns the parts as float8; None if they are not float8.
     """
 
@@ -54,7 +54,7 @@ class Storage:
     keep_float8: Callable[[Parts, QuantizationConfig], Float8Rows | None] = lambda *_: None
 
 
-# Errors from parts with wrong shapes; a file may contain anything.
+# Errors that parts with wrong shapes cause, as a file may contain anything.
 _DO_NOT_FIT = (ValueError, RuntimeError, LookupError, ArithmeticError)
 
 
@@ -65,7 +65,7 @@ def read_quantized(
 
     Reading raises ModelLoadError if the storage is unknown, or parts do not fit together.
     """
-    storages = STORAGES.get(quantization.method, ())  # none: see `fused_experts.py`
+    storages = STORAGES.get(quantization.method, ())  # None for experts: see `fused_experts.py`
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
     layers: defaultdict[str, list[StoredTensor]] = defaultdict(list)
     for name, stored in tensors.items():
@@ -170,7 +170,8 @@ def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
     starts = torch.arange(num_columns) * num_bits
     first, offset = starts // 32, starts % 32
     wide = words.to(torch.int64) & 0xFFFFFFFF
-    padded = torch.nn.functional.pad(wide, (0, 1))  # a number may end with the last word
+    # a number may end exactly at the last word's end
+    padded = torch.nn.functional.pad(wide, (0, 1))
     both = padded[:, first] | padded[:, first + 1] << 32
     return ((both >> offset) & mask).to(torch.int32)
 
@@ -190,7 +191,7 @@ def _scaled(
     columns: Tensor | None = None,
     block_shape: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return ``(numbers - zero_point) * scale`` in the scale's type.
+    """Return ``(numbers - zero_point) * scale`` in the scale's dtype.
 
     Args:
         numbers: ``[out, in]``.
@@ -246,7 +247,7 @@ def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _factors(parts: Parts) -> Tensor:
-    """Return the scales, which for float8 may be stored as exponents of two (MXFP8)."""
+    """Return the scales; for float8, they may be stored as exponents of two (MXFP8)."""
     scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
     if scale.is_floating_point():
         return scale
@@ -256,7 +257,7 @@ def _factors(parts: Parts) -> Tensor:
 
 
 def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Keep int8 with one scale per weight, per row, or per group of a row."""
+    """Return int8 as grouped integers, if scales are per weight, row, or group of a row."""
     weight = parts["weight"]
     if weight.dtype != torch.int8 or "weight_g_idx" in parts:
         return None
@@ -264,7 +265,7 @@ def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntege
 
 
 def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
-    """Keep e4m3 with one scale per weight, row, group of a row, or block."""
+    """Return e4m3 numbers unchanged, if scales are per weight, row, group of a row, or block."""
     weight = parts["weight"]
     if weight.dtype != FLOAT8 or "weight_g_idx" in parts or "weight_zero_point" in parts:
         return None
@@ -279,7 +280,7 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
     elif quantization.block_shape is not None:
         high, size = quantization.block_shape
         if len(scale) != -(-rows // high):
-            return None  # `_plain` reports the mismatch
+            return None  # `_plain` will report the mismatch
         scale = scale.repeat_interleave(high, dim=0)[:rows]
     else:
         return None
@@ -290,7 +291,7 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
 def _integers_in_groups(
     num_bits: int, numbers: Tensor, scale: Tensor, zero_point: Tensor | None = None
 ) -> GroupedIntegers | None:
-    """Return integers with a scale per row, or per group of a row's neighbours.
+    """Return grouped integers with a scale per row, or per group of adjacent numbers.
 
     Args:
         num_bits: bits of one number.
@@ -324,7 +325,7 @@ def _in_rows(one: Tensor, num_rows: int) -> Tensor:
 
 
 def _dense_integers(parts: Parts) -> tuple[int, Tensor]:
-    """Return the bits per number, and integers from ``-2 ** (bits - 1)`` on, in rows."""
+    """Return the bits per number, and the integers by row, from ``-2 ** (bits - 1)`` up."""
     num_columns = int(parts["weight_shape"][1])
     packed = parts["weight_packed"]
     num_bits = _num_bits(packed.shape[1], num_columns)
@@ -356,14 +357,14 @@ def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Restore e2m1 in groups of 16 with e4m3 scales and one scale for the whole weight."""
+    """Dequantize e2m1 in groups of 16, with e4m3 scales and one scale of the whole weight."""
     numbers = fp4(parts["weight_packed"])
     scale = parts["weight_scale"].to(numbers.dtype) / parts["weight_global_scale"]
     return _scaled(numbers, scale).to(numbers.dtype)
 
 
 def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Restore e2m1 in groups of 32 with powers of two (OCP MX, 1.0)."""
+    """Dequantize e2m1 in groups of 32, with powers of two as scales (OCP MX, 1.0)."""
     scale = parts["weight_scale"]
     if scale.dtype != torch.uint8:
         raise ValueError(f"weight_scale: dtype {scale.dtype} is not supported for mxfp4")
@@ -398,7 +399,7 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> Tensor:
-    """Return each column's group, ``[size]``, if no tensor lists them.
+    """Compute each column's group, ``[size]``, for layers without a tensor of groups.
 
     If a layer's group size differs from the configured one, all its groups have equal sizes.
     """
@@ -426,7 +427,7 @@ def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedInteger
 def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
     """Return numbers, ``[in, out]``, and zero points, ``[groups, out]``.
 
-    Both are packed along the output, eight neighbours in AWQ's own order.
+    Both are packed along the output, eight adjacent numbers in AWQ's order.
     """
 
     def in_order(words: Tensor) -> Tensor:
@@ -451,7 +452,7 @@ def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers
 
 
 def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Return the numbers of a weight in one of ModelOpt's formats, which differ in their types.
+    """Return the numbers of a weight in one of ModelOpt's formats, which differ in their dtypes.
 
     If inputs have to be scaled before the product (``pre_quant_scale``), the weight's columns are
     scaled instead.
@@ -479,7 +480,7 @@ def _pairs_of_rows(packed: Tensor) -> Tensor:
 
 
 def _keep_modelopt(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Keep ModelOpt's int8 per row, MXFP4, or 4-bit integers in groups."""
+    """Return ModelOpt's int8 per row, MXFP4, or grouped 4-bit integers, as grouped integers."""
     weight, scale = parts["weight"], parts["weight_scale"]
     if "pre_quant_scale" in parts:
         return None

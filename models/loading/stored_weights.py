@@ -1,7 +1,7 @@
-"""Read a checkpoint's tensors one at a time; safetensors files are mapped.
+"""Reads a checkpoint's tensors one at a time; safetensors files are mapped.
 
-A tensor of a mapped file is pages of the file, which are released after use, so that memory never
-holds a weight twice. Refuses to know: modules, formats of quantized weights.
+A mapped file's pages are released after a tensor is used, so that memory never holds a weight
+twice. Refuses to know: modules, formats of quantized weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.safetensors_header import read_header
 from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
-_PIECE_BYTES = 16 * 2**20  # most bytes of a mapped tensor to read before their pages are released
+# most bytes of a mapped tensor that are read before their pages are released
+_PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class StoredTensor:
         path: the file that holds the tensor.
         name: name in Hugging Face layout.
         read: reads the tensor as numbers; raises ModelLoadError.
-        is_mapped: whether the read tensor is pages of the file.
-        shape: the tensor's sizes as read; None if unknown before.
-        read_integers: reads the tensor as grouped integers that kernels multiply; is None, or
-            returns None, if the tensor is stored otherwise. Raises ModelLoadError.
-        read_float8: reads the tensor as float8; is None, or returns None, if the tensor is stored
-            otherwise.
+        is_mapped: whether the tensor, when read, is a view of the mapped file.
+        shape: the tensor's shape when read; None: known only after reading.
+        read_integers: reads the tensor as grouped integers that kernels support. It is None, or
+            returns None, for tensors in other formats. Raises ModelLoadError.
+        read_float8: reads the tensor as float8. It is None, or returns None, for tensors in other
+            formats.
     """
 
     path: Path
@@ -58,7 +59,7 @@ class WeightPart:
     Attributes:
         first_row: index of the first row within the weight.
         content: ``[n, ...]``.
-        is_mapped: whether ``content`` is pages of the file.
+        is_mapped: whether ``content`` is a view of the mapped file.
     """
 
     first_row: int
@@ -76,7 +77,7 @@ class WeightPart:
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
     def moved(self, rows: slice, first_row: int) -> WeightPart:
-        """Return a slice of the rows, placed at the weight's row ``first_row`` and after."""
+        """Return a slice of the rows, to be placed from the weight's row ``first_row`` on."""
         if isinstance(self.content, Tensor):
             return WeightPart(first_row, self.content[rows], self.is_mapped)
         content = self.content.part(rows, None)
@@ -99,7 +100,7 @@ class WeightPart:
 def integers_alike(
     parts: Sequence[WeightPart],
 ) -> tuple[list[GroupedIntegers], CodeLayout | None]:
-    """Return all parts' integers, or [], and their layout; None if layouts differ."""
+    """Return all parts' integers (or []) and their common layout; None if layouts differ."""
     kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
     if len(kept) < len(parts):
         return [], None
@@ -149,13 +150,13 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Release the whole pages of a tensor that is no longer needed."""
+    """Release a tensor's pages of the mapped file, once it is no longer needed."""
     madvise = _madvise()
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
     size = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if madvise is not None and size > 0 and tensor.is_contiguous():
-        madvise(begin, size, mmap.MADV_DONTNEED)  # only advice: may fail
+        madvise(begin, size, mmap.MADV_DONTNEED)  # madvise is only advice, which may fail
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Text parts: find the text network of a model that sees images, and its names in a checkpoint.
+"""Finds the text network of a model that sees images, and its names in a checkpoint.
 
 Refuses to know: how networks compute.
 """
@@ -20,8 +20,8 @@ Stored = TypeVar("Stored")
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# Prefixes of the text network's names -> their prefixes in a text model. The last row has the
-# names that transformers writes since version 4.52, the others older names.
+# Prefixes of the text network's names -> prefixes in a text-only model. The last row is written by
+# transformers since version 4.52, the other rows are older.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head": "lm_head",
@@ -29,15 +29,15 @@ _PREFIXES = {
     "model.text_model.": "model.",
 }
 _HEADS = ("lm_head.", "score.")
-# SigLIP's module in a vision tower, a name that transformers 5 leaves out.
+# SigLIP's module in a vision tower; transformers 5 leaves this name out.
 _TOWER, _TOWER_BEFORE = "vision_tower.", "vision_tower.vision_model."
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
-# Prefix of the vision encoder's tensors in a model that computes images.
+# Prefix of the vision encoder's tensors in Baton's models with images.
 VISION = "vision."
 
 
 def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
-    """Return the text part's fields, with the whole model's fields that also hold for it.
+    """Return the text part's fields, plus the whole model's fields that also apply to it.
 
     Args:
         fields: fields of a file with an object for the text part, or without (early Qwen2-VL).
@@ -76,25 +76,25 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
 
 
 def rope_fields(fields: Fields) -> Fields:
-    """Return the fields of the text part's rotary embedding; the older name wins."""
+    """Return the fields of the text part's rotary embedding; the older name takes precedence."""
     text = fields.child("text_config") if fields.has("text_config") else fields
     return next((text.child(name) for name in _ROPES if text.get(name)), Fields({}, ""))
 
 
 def _without_axes(rope: Fields) -> dict[str, object]:
-    """Return a rotary embedding with three axes as a plain one, for text."""
+    """Return a three-axis rotary embedding as a one-axis embedding, for text."""
     values = {n: rope.get(n) for n in rope.names() if not n.startswith("mrope_")}
     return {n: "default" if value == "mrope" else value for n, value in values.items()}
 
 
 def with_vision_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return all tensors; the names of the vision encoder's tensors begin with `VISION`."""
+    """Return all tensors, with `VISION` before the names of the vision encoder's tensors."""
 
     return {_vision_name(name) or name: one for name, one in stored.items()}
 
 
 def _vision_name(name: str) -> str | None:
-    """Return a vision tensor's name in a model that computes images; None: no vision tensor."""
+    """Return a vision tensor's name in Baton's model; None: not a vision tensor."""
     of_vision = name.removeprefix("model.")
     if not of_vision.startswith(_OF_IMAGES):
         return None
@@ -141,12 +141,12 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
 def with_prefix(
     stored: Mapping[str, Stored], prefix: str, expected: Collection[str]
 ) -> dict[str, Stored]:
-    """Return tensors under a generating model's names.
+    """Return tensors under the names of a model with an output head.
 
     A model that was saved without its head, as for embeddings, has names without the prefix.
 
     Args:
-        expected: names of a generating model's tensors.
+        expected: names of the tensors of a model with an output head.
     """
     if any(name in expected and not name.startswith(_HEADS) for name in stored):
         return dict(stored)

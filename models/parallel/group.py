@@ -1,6 +1,6 @@
 """Collective: how the ranks of one model communicate while they compute.
 
-Every rank makes the same calls in the same order. Refuses to know: the numbers' meaning.
+Every rank makes the same calls in the same order. Refuses to know: what is exchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 class Collective(Protocol):
     """The ranks of one model, from the view of one rank.
 
-    Calls raise `CollectiveError` when another rank is gone, or silent for too long.
+    All calls raise `CollectiveError` if another rank is gone, or does not respond in time.
 
     Attributes:
         rank: this rank's number, from 0.
@@ -41,16 +41,16 @@ class Collective(Protocol):
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for a rank's tensor, write it to ``tensor``, return that."""
+        """Wait for a rank's tensor, and write it to ``tensor``; return ``tensor``."""
         ...
 
     def abort(self) -> None:
-        """Make all calls of all ranks fail from now on; any thread may call this."""
+        """Make all calls of all ranks fail from now on; safe from any thread."""
         ...
 
 
 class CollectiveError(RuntimeError):
-    """Another rank is gone, or has been silent for too long."""
+    """Another rank is gone, or did not respond in time."""
 
 
 class SingleRank:
@@ -88,7 +88,7 @@ SINGLE_RANK = SingleRank()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A model's ranks, from the view of one rank; each stage of layers is shared by a group.
+    """A model's ranks, from the view of one rank; a group of ranks shares each pipeline stage.
 
         stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage is the
                                                         leader: it samples, beside the engine
@@ -103,27 +103,27 @@ class Ranks:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """Return the number of stages."""
         return self.everyone.size // self.group.size
 
     @property
     def stage(self) -> int:
-        """Stage of this rank."""
+        """Return this rank's stage."""
         return self.everyone.rank // self.group.size
 
     @property
     def is_first_stage(self) -> bool:
-        """Return whether this rank's stage begins with token ids."""
+        """Return whether this rank's stage is the first, which reads token ids."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Return whether this rank's stage ends with logits."""
+        """Return whether this rank's stage is the last, which computes logits."""
         return self.stage == self.num_stages - 1
 
     @property
     def leader(self) -> int:
-        """Return the rank that samples."""
+        """Return the number of the rank that samples."""
         return self.everyone.size - self.group.size
 
     @property
@@ -132,7 +132,7 @@ class Ranks:
         return self.everyone.rank == self.leader
 
     def abort(self) -> None:
-        """Make all calls of all ranks fail from now on; any thread may call this."""
+        """Make all calls of all ranks fail from now on; safe from any thread."""
         for one in {id(one): one for one in (self.group, self.everyone)}.values():
             one.abort()
 

@@ -1,4 +1,4 @@
-"""Shards: a rank's part of a model's axes, and of a checkpoint's tensors.
+"""Shards: a rank's part of a model's dimensions, and of a checkpoint's tensors.
 
 Column-parallel layers keep some outputs, row-parallel ones some inputs; the results of row-parallel
 layers are summed over all ranks (Shoeybi et al., arXiv:1909.08053). Refuses to know: layers, files.
@@ -14,8 +14,8 @@ from baton.api.errors import ConfigError
 from baton.kv.manifest import shard
 
 Span = tuple[int, int]  # first index of an axis, and the index after the last
-# Kernels and checkpoints have groups of at most this many neighbouring integers. Cuts are at
-# multiples of this size where possible, so that no group is cut.
+# Largest quantization group, in adjacent inputs. Axes are divided at multiples of this size where
+# possible, so that no group is divided.
 _WHOLE_GROUPS = 128
 
 
@@ -32,9 +32,9 @@ class Rank:
     size: int = 1
 
     def span(self, size: int) -> Span:
-        """Return this rank's share of an axis; shares are equal if the size divides evenly.
+        """Return this rank's share of an axis: equal shares if the size divides evenly.
 
-        Raises ConfigError if there are fewer parts than ranks.
+        Raises ConfigError if there are fewer indices than ranks.
         """
         if size < self.size:
             raise ConfigError(
@@ -43,7 +43,7 @@ class Rank:
         return shard(size, self.rank, self.size)
 
     def wide_span(self, size: int) -> Span:
-        """Return this rank's span of an axis with groups of numbers; cuts no group if possible."""
+        """Return this rank's share of an axis; divide no quantization group if possible."""
         if size % _WHOLE_GROUPS or size // _WHOLE_GROUPS < self.size:
             return self.span(size)
         first, end = self.span(size // _WHOLE_GROUPS)
@@ -80,7 +80,7 @@ def stage_layers(num_layers: int, stage: int, num_stages: int) -> Span:
 
 
 def scaled(span: Span, factor: int) -> Span:
-    """Return the span of numbers for a span of heads with ``factor`` numbers per head."""
+    """Return the span of elements for a span of heads with ``factor`` elements each."""
     return span[0] * factor, span[1] * factor
 
 
@@ -101,7 +101,7 @@ class Kept:
     is_zero: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this part of the tensor."""
+        """Return this rank's part of the tensor."""
         rows = tensor if self.rows is None else tensor[self.rows]
         if self.columns is not None:
             rows = rows[:, self.columns].contiguous()

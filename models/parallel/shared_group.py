@@ -1,7 +1,7 @@
-"""SharedGroup: ranks of one machine that add in shared memory (kernels/csrc/ranks.c).
+"""SharedGroup: ranks on one machine that sum tensors in shared memory (kernels/csrc/ranks.c).
 
-The memory is an unnamed file that each rank inherits, so nothing is left behind. Another group does
-all other operations, and sends messages between two ranks. Refuses to know: how ranks start.
+The memory is an unnamed file that each rank inherits, so no file is left behind. All other
+operations go through another group. Refuses to know: how ranks start.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from models.parallel.group import Collective, CollectiveError
 SLOT_BYTES = 2**20  # bytes that a rank adds at a time; each rank has two slots
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# How often a rank checks another's flag before it yields its core: some 20 us.
+# How many times a rank checks another rank's flag before it yields its core: some 20 us.
 _SPINS = 1000
 
 
 def group_bytes(size: int) -> int:
-    """Return the bytes that a group of ranks shares; unused pages take no memory."""
+    """Return the bytes of memory that a group shares; unused pages take no memory."""
     needed = (1 + size) * _LINE_BYTES + 2 * size * SLOT_BYTES
     return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
@@ -46,7 +46,7 @@ class SharedGroup:
     Args:
         others: another group of these ranks, for all other operations.
         descriptor: file descriptor from `open_shared`.
-        index: the group's number among the groups in this memory.
+        index: index of this group among the groups in this memory.
     """
 
     def __init__(self, others: Collective, descriptor: int, index: int) -> None:
@@ -98,7 +98,7 @@ class SharedGroup:
 
 
 def share_memory(group: Collective, descriptor: int | None, index: int) -> Collective:
-    """Return a group that adds through shared memory if all ranks can, else ``group``."""
+    """Return a group that sums in shared memory if all ranks can, else ``group``."""
     if descriptor is None or group.size == 1:
         return group
     shared: SharedGroup | None = None

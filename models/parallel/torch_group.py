@@ -17,7 +17,7 @@ from torch import Tensor
 from models.parallel.group import SINGLE_RANK, CollectiveError, Ranks
 from models.parallel.shared_group import share_memory
 
-# Typed as Any: these functions of torch are documented but have no types.
+# Typed as Any: these functions of torch are documented, but lack type annotations.
 dist: Any = torch.distributed
 
 _TIMEOUT = timedelta(seconds=60)
@@ -31,9 +31,9 @@ class TorchGroup:
     Args:
         rank: this process's rank.
         size: size of the group.
-        meeting: place where only this group's ranks meet: a folder, or ``tcp://HOST:PORT``, a
-            ``TCPStore`` of the leading rank.
-        name: the group's name, unique at that meeting place.
+        meeting: rendezvous of the ranks: a folder, or ``tcp://HOST:PORT``, the leader's
+            ``TCPStore``.
+        name: the group's name, unique at this rendezvous.
         device: the tensors' device.
     """
 
@@ -47,7 +47,7 @@ class TorchGroup:
             options._timeout = _TIMEOUT
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # By default, gloo looks for an interface by the host's name, which may not resolve.
+            # By default, gloo finds an interface by the host's name, which may not resolve.
             device_options = dist.ProcessGroupGloo._Options()
             device_options._timeout = _TIMEOUT
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -99,7 +99,7 @@ class TorchGroup:
 
 
 def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
-    """Return a group's store, and the address at which others reach this host."""
+    """Return a group's store, and this host's address as other ranks see it."""
     if not meeting.startswith(_TCP):
         return dist.FileStore(f"{meeting}/{name}", size), "127.0.0.1"
     host, _, port = meeting.removeprefix(_TCP).rpartition(":")
@@ -108,7 +108,7 @@ def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
 
 
 def host_store(host: str) -> tuple[Any, int]:
-    """Open the store of a meeting on this machine; return the store (keep it) and its port."""
+    """Open a rendezvous store on this machine; return the store (keep a reference) and its port."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     return store, store.port
 
@@ -125,7 +125,7 @@ def launchers_store(rank: int, size: int, host: str, port: int) -> Any:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return this host's address on the route to another host; sends nothing."""
+    """Return this host's address on the route to another host, without sending anything."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -146,7 +146,7 @@ def connect(
         rank: rank of this process.
         num_ranks: number of ranks in all stages together.
         stage_size: ranks of one stage.
-        meeting: place where only these ranks meet, see ``TorchGroup``.
+        meeting: rendezvous of these ranks, see ``TorchGroup``.
         device: the tensors' device.
         shared: descriptor of memory that ranks of this machine share (`open_shared`); on GPUs, sums
             do not use it.
@@ -165,5 +165,5 @@ def connect(
 
 
 def _refuse_tapes(tensor: Tensor) -> None:
-    """Tell a tape in recording that this call cannot be replayed."""
+    """Mark the tape being recorded, if any, as impossible to replay."""
     tensor[:0].zero_()

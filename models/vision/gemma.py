@@ -5,8 +5,8 @@
     pixels [3, side, side] -> patches [n, hidden] -> SigLIP -> averages of k x k neighbours
     [n / k^2, hidden] -> norm -> product [n / k^2, text size]
 
-Gemma Team, arXiv:2503.19786. Refuses to know: the text network, in which tokens of an image see
-each other in both directions.
+Gemma Team, arXiv:2503.19786. Refuses to know: the text network, in which an image's tokens attend
+to each other in both directions.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from models.layers.computing import Computing
 from models.layers.linear import JoinedLinear
 from models.vision.specs import TransformerSpec
 
-# Runs of patches that attend to each other, in order; ``(count, length)``: ``count`` adjacent runs
-# of ``length`` patches each.
+# Runs of patches that attend to each other, as ``(count, length)`` pairs in order: ``count``
+# adjacent runs of ``length`` patches each.
 Runs = Sequence[tuple[int, int]]
 # Cosines and sines of each patch, ``[num_patches, 1, head_dim]`` float32; None: no rotation.
 Rotation = tuple[Tensor, Tensor] | None
@@ -28,7 +28,7 @@ class VisionEncoder(nn.Module):
 
     Attributes:
         width: numbers per embedding: the text network's ``hidden_size``, or a multiple of it if
-            embeddings are also added behind layers of the text network.
+            vectors are also added after layers of the text network (DeepStack).
         ignored: prefixes of unused names in checkpoints, within the encoder.
     """
 
@@ -39,7 +39,7 @@ class VisionEncoder(nn.Module):
         """Return the embeddings of one image: ``[num_placeholders, width]``.
 
         Args:
-            pixels: arrays of the model's image processor for the image, by name.
+            pixels: arrays that the model's image processor returned for the image, by name.
         """
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class VisionAttention(Computing):
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[num_patches, num_heads, head_dim]``; number i pairs with i + ``head_dim / 2``."""
+    """Rotate ``[num_patches, num_heads, head_dim]``, pairing dims i and i + ``head_dim / 2``."""
     cos, sin = rotation
     numbers = x.float()
     first, second = numbers.chunk(2, dim=-1)
@@ -201,7 +201,7 @@ class VisionLayer(nn.Module):
         self.add_module(names.attention, attention)
         self.add_module(names.mlp_norm, norms[1])
         self.add_module(names.mlp, mlp)
-        # In a tuple, torch does not register the modules again.
+        # a tuple, so that torch does not register the modules twice
         self._parts = (norms[0], attention, norms[1], mlp)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
@@ -236,7 +236,7 @@ def frequencies(theta: float, size: int) -> Tensor:
 
 
 def rotation_by_axes(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Rotation:
-    """Make the rotation of patches: by rows for half of a head's pairs, by columns for the others.
+    """Make the rotation of patches: half of a head's pairs rotate by row, the rest by column.
 
     Args:
         rows: ``[num_patches]``, each patch's row.

@@ -1,9 +1,8 @@
-"""Preprocessor: an image file becomes the pixel values that a model's encoder reads.
+"""Preprocessor: turns an image file into the pixel values that a model's encoder reads.
 
 The image processors of transformers compute the values. Their PIL backend needs no torchvision and
-gives the same numbers on every machine. A hostile file may kill its decoder, so callers run this
-module in a process that may die.
-Refuses to know: encoders, prompts.
+gives the same numbers on every machine. A hostile file may crash its decoder, so callers run this
+module in a separate process. Refuses to know: encoders, prompts.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _Array = np.ndarray[Any, np.dtype[Any]]
-# Arrays of image processors that encoders read. Their first axis is the image, except in flat lists
-# of patches.
+# Arrays of image processors that encoders read. Except in flat lists of patches, the first axis is
+# the image.
 _READ = ("pixel_values", "image_grid_thw", "image_position_ids")
 _FLAT = 2
 
@@ -79,16 +78,17 @@ class Preprocessor:
 def decode(data: bytes) -> Image.Image:
     """Decode the first frame of an image file, upright and in RGB, as transformers does.
 
-    The router computed the prompt from a size with the orientation that `upright` reads.
+    The router computed the prompt from the image's size as `upright` reads it, so this function
+    must rotate the image equally.
 
     Raises:
         InvalidRequestError: the file is no image that can be decoded.
     """
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # the reader of headers has limits of its own
+    Image.MAX_IMAGE_PIXELS = None  # the reader of headers has separate limits
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return upright(image).convert("RGB")
-    except Exception as error:  # decoders raise anything for broken files
+    except Exception as error:  # decoders raise exceptions of many types for broken files
         raise InvalidRequestError("image", "the file cannot be decoded") from error

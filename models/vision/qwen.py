@@ -7,9 +7,9 @@
                                               +-> deep layers' own mergers, side by side behind it
 
 Patches that become one embedding form a square; patches come square by square. Most of Qwen2.5-VL's
-layers attend within windows. For them, squares are sorted by window first, and back into the order
-of the image at the end.
-Refuses to know: how images are resized (`baton/media/layouts/qwen.py`), the text network.
+layers attend within windows. For these layers, squares are sorted by window first, and restored to
+image order at the end. Refuses to know: how images are resized (`baton/media/layouts/qwen.py`), the
+text network.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class QwenEncoder(VisionEncoder):
 
 
 class _Places(NamedTuple):
-    """Row and column of each patch, ``[num_patches]`` int64."""
+    """Row and column of each patch of an image, ``[num_patches]`` int64."""
 
     rows: Tensor
     columns: Tensor
@@ -116,7 +116,7 @@ class _QwenTransformer(nn.Module):
         return [self.merger(x), *deep]
 
     def _sorted(self, x: Tensor, order: Tensor) -> Tensor:
-        """Sort rows of patches ``[n, ...]`` by the squares that they belong to."""
+        """Reorder patches ``[n, ...]`` by a new order of their squares."""
         by_square = x.view(len(order), -1, *x.shape[1:])
         return by_square[order].flatten(0, 1)
 
@@ -126,7 +126,7 @@ class _QwenTransformer(nn.Module):
         return rotation_by_axes(*places, each, each)
 
     def _learned(self, places: _Places, rows: int, columns: int) -> Tensor:
-        """Return each patch's position: the four nearest learned ones, interpolated linearly."""
+        """Return each patch's position embedding, interpolated linearly from the four nearest."""
         side = self._spec.positions_per_side
         assert side is not None
         of_rows, of_columns = (
@@ -176,7 +176,7 @@ def _norm(spec: QwenSpec, size: int | None = None) -> nn.Module:
 
 
 class _Merger(nn.Module):
-    """Joins squares of patches, and maps them to the text network's size (Qwen2, Qwen2.5)."""
+    """Joins squares of adjacent patches, and maps them to the text size (Qwen2, Qwen2.5)."""
 
     def __init__(self, spec: QwenSpec) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _Merger(nn.Module):
 
 
 class _ThirdMerger(nn.Module):
-    """Qwen3's merger; a deep layer's norm is over joined patches."""
+    """Qwen3's merger; for a deep layer, the norm is over joined patches."""
 
     def __init__(self, spec: QwenSpec, *, is_deep: bool = False) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _ThirdMerger(nn.Module):
 
 
 def _places(rows: int, columns: int, merge: int, device: torch.device) -> _Places:
-    """Return the patches' places, square by square."""
+    """Return row and column of each patch, square by square."""
     row, column = torch.meshgrid(
         torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
     )
@@ -222,7 +222,7 @@ def _places(rows: int, columns: int, merge: int, device: torch.device) -> _Place
 
 
 def _windows(rows: int, columns: int, spec: QwenSpec) -> tuple[Tensor, Runs]:
-    """Sort an image's squares into windows, and windows of one size next to each other.
+    """Sort an image's squares by window, with windows of equal size adjacent.
 
     Args:
         rows: rows of squares.

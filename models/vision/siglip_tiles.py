@@ -105,8 +105,8 @@ class _TileEmbeddings(nn.Module):
 def _positions(rows: int, columns: int, per_side: int) -> Tensor:
     """Return each patch's learned position, ``[rows * columns]`` int64.
 
-    Fractions of the sides choose positions (Dehghani et al., arXiv:2307.06304). They are rounded
-    as in transformers, step by step in float32.
+    A patch's relative place in the image chooses its position (Dehghani et al., arXiv:2307.06304).
+    Rounding is as in transformers, step by step in float32.
     """
     bounds = torch.arange(1 / per_side, 1.0, 1 / per_side, device="cpu")
 
@@ -119,7 +119,7 @@ def _positions(rows: int, columns: int, per_side: int) -> Tensor:
 
 
 class _Connector(nn.Module):
-    """Joins squares of neighbours, and maps them to the text network's size."""
+    """Joins squares of adjacent patches, and maps them to the text network's size."""
 
     def __init__(self, spec: TilesSpec, text_size: int) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 
 from models.fields import MAX_PARTS, Fields
 
-# Names of activations in config.json -> names here (`models/vision/layers.py`).
+# Activation's name in config.json -> name in Baton (`models/vision/layers.py`).
 _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -30,9 +30,9 @@ class TransformerSpec:
 
     Attributes:
         hidden_size: size of the residual stream.
-        inner_size: size of the feed-forward part's middle.
+        inner_size: intermediate size of the feed-forward part.
         activation: ``gelu``, ``gelu_tanh``, ``quick_gelu`` or ``silu``.
-        norm_eps: added to variances.
+        norm_eps: epsilon that norms add to the variance.
     """
 
     num_layers: int
@@ -56,8 +56,8 @@ class TilesSpec:
         layers: the transformer's layers.
         num_channels: channels of a pixel.
         patch_size: pixels in a row of a patch.
-        positions_per_side: rows, and columns, of learned positions.
-        scale: rows, and columns, of patches that become one embedding.
+        positions_per_side: learned positions along each side.
+        scale: patches along each side of the square that becomes one embedding.
     """
 
     layers: TransformerSpec
@@ -76,10 +76,10 @@ class PixtralSpec:
         num_channels: channels of a pixel.
         patch_size: pixels in a row of a patch.
         theta: base of the rotary frequencies.
-        merge: rows, and columns, of patches that become one embedding.
-        merger_eps: added to the merger's mean squares.
+        merge: patches along each side of the square that becomes one embedding.
+        merger_eps: epsilon of the merger's norm.
         projector_activation: activation between the projector's linear layers.
-        projector_bias: whether these have biases.
+        projector_bias: whether the projector's linear layers have biases.
     """
 
     layers: TransformerSpec
@@ -101,15 +101,15 @@ class QwenSpec:
         num_channels: channels of a pixel.
         num_frames: frames of a patch; an image is repeated in all of them.
         patch_size: pixels in a row of a patch.
-        merge: rows, and columns, of patches that become one embedding.
+        merge: patches along each side of the square that becomes one embedding.
         text_size: size of the text network's embeddings.
         theta: base of the rotary frequencies.
         is_gated: whether norms are root-mean-square and feed-forward parts are gated (Qwen2.5).
         is_third: whether this is Qwen3's encoder: patches have biases, and parts other names.
-        window: rows, and columns, of embeddings whose patches attend to each other; None: all do.
+        window: embeddings along each side of an attention window; None: no windows.
         full_layers: layers without windows.
-        positions_per_side: rows, and columns, of learned positions; None: there are none.
-        deep_layers: layers whose results are added behind the first layers of the text network
+        positions_per_side: learned positions along each side; None: none.
+        deep_layers: layers whose results are added after the first layers of the text network
             (DeepStack, Meng et al., arXiv:2406.04334).
     """
 
@@ -136,8 +136,8 @@ class GemmaSpec:
         layers: the transformer's layers.
         num_channels: channels of a pixel.
         patch_size: pixels in a row of a patch.
-        patches_per_side: rows, and columns, of patches.
-        tokens_per_side: rows, and columns, of embeddings.
+        patches_per_side: patches along each side.
+        tokens_per_side: embeddings along each side.
     """
 
     layers: TransformerSpec

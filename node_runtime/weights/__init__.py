@@ -1,1 +1,1 @@
-"""Other weights for a running node: between two steps of its engine, and between two joins."""
+"""Changes the weights of a running node: between two steps of its engine, and between two joins."""

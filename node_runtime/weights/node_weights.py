@@ -1,6 +1,6 @@
 """NodeWeights: changes the weights of a node's engine, between two steps.
 
-Refuses to know: routers. Whoever calls `use` or `sleep` sees to it that no router places requests.
+Refuses to know: routers. The caller of `use` or `sleep` must ensure that no router places requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NodeWeights:
         served: the engine's weights.
         ask_engine: calls a function on the engine's thread; see `EngineLoop.ask`.
         root: folder below which new weights must lie; None: no weights may be loaded.
-        on_used: called on the engine's thread when other weights compute.
+        on_used: called on the engine's thread when the engine begins to use other weights.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class NodeWeights:
 
     @property
     def digest(self) -> str:
-        """Return the version of the weights that compute, or computed before a sleep."""
+        """Return the version of the weights in use, or of those used before a sleep."""
         return self._served.digest
 
     @property
@@ -53,7 +53,7 @@ class NodeWeights:
         return self._served.is_asleep
 
     async def begin(self, source: str) -> str:
-        """Begin to load new weights while steps go on; return their version.
+        """Begin to load new weights while steps continue; return the new weights' version.
 
         Args:
             source: path below the node's root.
@@ -74,11 +74,14 @@ class NodeWeights:
         return await self._ask(self._served.is_ready)
 
     async def drop(self) -> None:
-        """Forget the new weights."""
+        """Discard the new weights."""
         await self._ask(self._served.drop)
 
     async def use(self) -> bool:
-        """Compute with the new weights, unless a request is open; return whether it was done."""
+        """Switch to the new weights unless a request is open.
+
+        Return whether the switch happened.
+        """
 
         def use() -> None:
             self._served.use()
@@ -87,16 +90,16 @@ class NodeWeights:
         return await self._ask(lambda: self._if_idle(use))
 
     async def sleep(self, level: SleepLevel) -> bool:
-        """Let the weights go, unless a request is open; return whether it was done.
+        """Free the weights' memory unless a request is open; return whether it was freed.
 
-        The memory of the KV cache stays, as peers' network devices may have it mapped.
+        The KV cache's memory is kept, because peers' network devices may have mapped it.
         """
         return await self._ask(
             lambda: self._if_idle(lambda: self._served.sleep(level, keeps_kv_memory=True))
         )
 
     async def wake(self) -> bool:
-        """End a sleep; return False if weights are being loaded, which `use` must follow."""
+        """End a sleep. Return False if weights must be loaded first; then `use` must follow."""
         return await self._ask(self._served.wake)
 
     def _if_idle(self, change: Callable[[], None]) -> bool:

@@ -4,8 +4,9 @@
     serving ──sleep──> changing ──> asleep ──wake──> waking ──> serving
 
 While a node changes, no router places requests on it: it drains, leaves all routers, and joins
-again under its new identity, as a restarted node does. So a router never pairs two versions. An
-asleep node stays drained. One change at a time. Used on the node's asyncio loop.
+again under its new identity, as a restarted node does. So a router never pairs nodes with different
+versions. A sleeping node stays drained. Only one change runs at a time. Used on the node's asyncio
+loop.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from baton.v1 import admin_pb2
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_ANSWER_S = 0.2  # the operator's answer is on its way before the links end
-_KNOWN_WITHIN_S = 2.0  # routers know of a drain by then, or are gone
+_ANSWER_S = 0.2  # seconds in which the operator's answer is sent before the links end
+_KNOWN_WITHIN_S = 2.0  # seconds after which each router knows of a drain, or is gone
 
 
 class WeightsState(Enum):
@@ -65,7 +66,7 @@ class Links(Protocol):
 
 
 class WeightsAdmin:
-    """Change the weights of one node.
+    """Changes the weights of one node.
 
     Args:
         weights: the engine's side.
@@ -85,11 +86,11 @@ class WeightsAdmin:
         self._state = WeightsState.SERVING
         self._loaded = self._problem = ""
         self._serves_after = True  # whether the node served before the change
-        self._is_final = False  # whether the change in progress can no longer be given up
+        self._is_final = False  # whether it is too late to give up the change in progress
         self._task: asyncio.Task[None] | None = None
 
     async def answer(self, request: admin_pb2.WeightsRequest) -> admin_pb2.WeightsDescription:
-        """Begin what an operator asks for, and return the state at once.
+        """Begin what an operator requests, and return the state at once.
 
         Raises InvalidRequestError if a value is wrong, or the state does not allow it.
         """
@@ -141,7 +142,7 @@ class WeightsAdmin:
         self._task = asyncio.create_task(self._run(change))
 
     async def _run(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make a change; if it fails, note why and go back."""
+        """Make a change; if it fails, record the reason and restore the old state."""
         try:
             await change
         except BatonError as error:
@@ -150,7 +151,7 @@ class WeightsAdmin:
             await self._go_back()
 
     async def _go_back(self) -> None:
-        """Forget new weights, and serve with the old ones, or sleep on."""
+        """Discard new weights, and serve with the old weights or continue to sleep."""
         self._loaded = ""
         await self._weights.drop()
         if self._weights.is_asleep:
@@ -189,7 +190,7 @@ class WeightsAdmin:
         self._serve()
 
     async def _drop(self) -> None:
-        """Forget new weights, or give up a change that has not happened yet."""
+        """Discard new weights, or give up a change that has not taken effect."""
         self._expect(WeightsState.LOADING, WeightsState.LOADED, WeightsState.CHANGING)
         if self._is_final:
             raise InvalidRequestError("weights", "it is too late: the change is being made")
@@ -199,7 +200,10 @@ class WeightsAdmin:
         await self._go_back()
 
     async def _rest(self, how: WhenOpen) -> None:
-        """Drain until no request is open; abort them by leaving the routers, if wanted."""
+        """Drain until no request is open.
+
+        If asked to, abort open requests by leaving the routers.
+        """
         if not self._weights.is_asleep:
             self._serves_after = self._drain.is_serving
         self._drain.begin()
@@ -209,7 +213,7 @@ class WeightsAdmin:
             return
         try:
             async with asyncio.timeout(_KNOWN_WITHIN_S):
-                while not self._links().all_know_drain:  # noqa: ASYNC110  # beats tell
+                while not self._links().all_know_drain:  # noqa: ASYNC110  # polls: beats tell it
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             logger.warning("a router does not know that this node drains")
@@ -224,5 +228,5 @@ class WeightsAdmin:
         self._state = WeightsState.SERVING
 
     async def _until(self, condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-        while not await condition():  # noqa: ASYNC110  # true between two steps
+        while not await condition():  # noqa: ASYNC110  # polls: no event tells
             await asyncio.sleep(_POLL_S)

@@ -94,7 +94,7 @@ POOLED: dict[str, _Serve] = {
     **dict.fromkeys(("/score", "/v1/score"), score),
     **dict.fromkeys(("/classify", "/v1/classify"), classify),
 }
-# Paths that run the model.
+# Paths that run the model -> their handlers.
 SERVED: dict[str, _Serve] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
@@ -105,7 +105,7 @@ SERVED: dict[str, _Serve] = {
     "/detokenize": detokenize,
     **POOLED,
 }
-# Kinds of bodies that the functions above read.
+# Kinds of request bodies that these handlers read.
 BODY_KINDS = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
     TokenizeRequest, DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest, EmbeddingRequest,
@@ -117,31 +117,34 @@ NOT_SERVED = (
 )  # fmt: skip
 # The server reads and drops the rest of a body for this long, so the client gets its answer.
 _LINGERING_S = 2.0
-# Any key may ask for unknown paths; callers without a key learn nothing of the paths.
+# Unknown paths are open to any key, but not to callers without one, which must learn nothing of the
+# paths.
 _UNKNOWN_PATH = ANY
-_NOTED = {LOOK: AuditKind.LOOKED, OPERATE: AuditKind.CHANGED}  # kinds in the audit log, by roles
+# Kind of access in the audit log, by roles
+_NOTED = {LOOK: AuditKind.LOOKED, OPERATE: AuditKind.CHANGED}
 _RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpServer:
-    """Serve the HTTP API.
+    """Serves the HTTP API.
 
     Args:
         names: model names that clients may use.
         metrics: the metrics page.
         strict_fields: whether a field without effect is an error.
-        access: decides who may call.
-        cors_origin: origin whose web pages may call ("*": any); empty: none.
+        access: authenticates callers and checks their roles.
+        cors_origin: origin whose web pages may call ("*": any origin); empty: no origin.
         grace_s: seconds that requests in progress have to end when the server stops.
-        limits: limits of connections.
-        overload: decides when requests are refused.
+        limits: limits of clients' connections.
+        overload: decides when requests are refused because the router is overloaded.
         tls: context for HTTPS; None: HTTP.
         access_log: logs requests that have ended.
-        status_page: page for operators; None: no page.
+        status_page: status page for operators; None: no page.
         tracing: decides which requests are traced; None: no request.
         adapters: changes the adapters; by default an `AdapterAdmin` without a root.
-        images: hosts and limits of images that requests name by URL; by default no host.
+        images: hosts and limits of images that requests name by URL; by default, no host is
+            allowed.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class HttpServer:
         app[BODIES] = HeldCalls()
         app[FETCHER] = ImageFetcher(images)
         app.on_response_prepare.append(self._add_headers)
-        # Every path with the roles it requires.
+        # Every path, with the roles that it requires.
         routes: list[tuple[str, str, Handler, Roles | None]] = [
             *((hdrs.METH_POST, path, self._of(serve), INFER) for path, serve in SERVED.items()),
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
@@ -218,7 +221,7 @@ class HttpServer:
             shutdown_timeout=grace_s,
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=_LINGERING_S,
-            auto_decompress=False,  # a few bytes could inflate to megabytes
+            auto_decompress=False,  # not decompressed: a few bytes could inflate to megabytes
             logger=_logger_of_protocol(),
         )
         self._listener = Listener(self._make_protocol, limits)
@@ -229,7 +232,7 @@ class HttpServer:
         return self._listener.counts
 
     async def start(self, listen: str) -> str:
-        """Listen on ``host:port`` (port 0: any free one) and return the address with its port.
+        """Listen on ``host:port`` (port 0: any free port); return the address with its port.
 
         Raises ConfigError if the address is malformed or in use.
         """
@@ -248,12 +251,12 @@ class HttpServer:
 
     @property
     def num_at_work(self) -> int:
-        """Number of requests whose answers are not written yet."""
+        """Number of requests whose answers are not completely written."""
         return self._listener.counts.at_work
 
     @property
     def share_at_work(self) -> float:
-        """Share of the allowed connections that have a request at work."""
+        """Share of the allowed connections that have a request in progress."""
         return self._listener.counts.at_work / self._listener.limits.max_connections
 
     def announce_stop(self) -> None:
@@ -275,7 +278,10 @@ class HttpServer:
 
     @web.middleware
     async def _note_work(self, request: web.Request, handler: Handler) -> Any:
-        """Mark the connection as at work; refuse compressed bodies, and any request at overload."""
+        """Count the request as in progress.
+
+        Refuse compressed bodies, and any request at overload.
+        """
         with self._listener.working(request.protocol):
             coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
             if coding.lower() != "identity":
@@ -283,7 +289,7 @@ class HttpServer:
                 return error_response(request, ApiError(415, message))
             if request.method == hdrs.METH_POST:
                 try:
-                    self._overload.check()  # before reading anything
+                    self._overload.check()  # refuse before reading anything
                 except OverloadedError as error:
                     return error_response(request, error)
             return await handler(request)
@@ -307,7 +313,7 @@ class HttpServer:
 
     @web.middleware
     async def _log_access(self, request: web.Request, handler: Handler) -> Any:
-        """Write requests of clients to the access log; leave out operators and probes."""
+        """Write clients' requests to the access log, but not those of operators and probes."""
         entry = request[ENTRY] = AccessEntry(
             call=f"{request.method} {request.path}",
             address=request.remote or "",
@@ -334,8 +340,8 @@ class HttpServer:
     async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
         """Authenticate the caller, and check its role for the handler.
 
-        The matched handler decides the role, not the path's spelling. Unknown paths require
-        authentication, so callers without a key learn nothing.
+        The matched handler, not the path's spelling, decides which role is required. Unknown paths
+        require authentication, so callers without a key learn nothing.
         """
         roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
         if roles is not OPEN:
@@ -405,11 +411,11 @@ class HttpServer:
         return _json(self._model_object(served, self._names.own_names()[served.base]))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer that the process lives."""
+        """Answer that the process is alive."""
         return web.Response(text="ok\n")
 
     async def _ping(self, request: web.Request) -> web.Response:
-        """Answer like `_health`, under another common path."""
+        """Answer that the process is alive, at another common path."""
         return web.Response(text="ok\n")
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -486,9 +492,9 @@ def _checking_expectations(handle: _Handle) -> _Handle:
 
 
 def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
-    """Read `/v1//models/` as `/v1/models`, because clients join URLs with doubled slashes.
+    """Treat `/v1//models/` as `/v1/models`, because clients join URLs with double slashes.
 
-    A redirect does not help: many clients do not repeat a POST.
+    A redirect would not help: many clients do not repeat a POST.
     """
 
     def make(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
@@ -503,10 +509,10 @@ def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
 
 
 def _logger_of_protocol() -> logging.Logger:
-    """Return a logger that drops reports of requests that are not HTTP.
+    """Return a logger that drops aiohttp's reports of malformed HTTP requests.
 
-    Their senders get an error anyway. Anybody can send them in any number, and their text may
-    contain a key.
+    Senders of malformed requests get an error anyway. Anybody can send any number of them, and a
+    report's text may contain a key.
     """
     logger = logging.getLogger("router.api.http.protocol")
     logger.addFilter(_is_no_wrong_request)
@@ -519,7 +525,7 @@ def _is_no_wrong_request(record: logging.LogRecord) -> bool:
 
 
 def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
-    """Return headers with each limit of a key, the rest of the limit, and when it is full again."""
+    """Return headers with each limit of a key, its remainder, and its reset time."""
     headers = {}
     for kind, rate in rates.items():
         word = _RATE_WORDS[kind]

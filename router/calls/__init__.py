@@ -1,1 +1,1 @@
-"""Runs checked calls: places them, tries and retries them, streams in order. Knows no API."""
+"""Runs checked calls: places them on nodes, retries them, streams tokens in order. Knows no API."""

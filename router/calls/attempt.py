@@ -22,7 +22,8 @@ from router.calls.output_buffer import DeltaOrder, OutputBuffer
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, LegWork, Node
 
-# Nodes end a request this long after the router's deadline, in case the router did not.
+# Seconds after the router's deadline at which nodes end a request themselves, in case the router
+# did not.
 NODE_EXTRA_TIMEOUT_S = 5.0
 
 
@@ -35,11 +36,11 @@ class Attempt:
     Args:
         prefill: None if the decode node computes the prompt.
         decode: None if the prefill node's token is the last one.
-        buffer: receives the tokens; holds those of earlier attempts.
+        buffer: receives the tokens; already holds the tokens of earlier attempts.
 
     Attributes:
         prefill_receipt: receipt of the prefill node; None before its first token.
-        forecast: expected times of the prompt on the node that computes it.
+        forecast: expected times of the prompt on the node that computes it; None: not known.
         decoded: whether tokens of the decode node were forwarded.
         began: whether the first token was forwarded.
         began_at: when the first token was forwarded, by `time.perf_counter`; 0 before.
@@ -75,7 +76,7 @@ class Attempt:
 
     @property
     def weights(self) -> str:
-        """Return the version of the weights of the attempt's nodes."""
+        """Return the version of the model weights on the attempt's nodes."""
         node = self.decode or self.prefill
         return "" if node is None else node.weights
 
@@ -83,7 +84,7 @@ class Attempt:
         output_token_ids, params = tuple(self._buffer.token_ids), call.sampling_params
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
         num_uncomputed = max(num_tokens - terms.num_cached_tokens, 1)
-        if output_token_ids:  # the client has its prompt logprobs already
+        if output_token_ids:  # the client already has its prompt logprobs
             params = dataclasses.replace(params, prompt_logprobs=None)
         for_both: dict[str, Any] = {
             "request_id": self._request_id,
@@ -137,7 +138,7 @@ class Attempt:
         return len(self._buffer.token_ids) - self.start_index
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """Handle one token of a step; fast in the common case: the decode node's next token."""
+        """Handle one token of a step; fast for the common case, the decode node's next token."""
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
             self._buffer.add_token(token_id)
             return
@@ -145,7 +146,7 @@ class Attempt:
         self.on_leg_delta(LegDelta(role, delta))
 
     def on_leg_delta(self, item: LegDelta) -> None:
-        """Take a delta of either leg, and forward all tokens that are next in order."""
+        """Handle a delta of either leg, and forward all tokens that are next in order."""
         if item.delta.error is not None:
             if not self._is_harmless(item):
                 self.fail(item)
@@ -164,16 +165,16 @@ class Attempt:
                 return
 
     def fail(self, item: LegDelta) -> None:
-        """End with an error, unless the attempt has ended already."""
+        """End the attempt with an error, unless it has already ended."""
         if not self._closed:
             self.close()
             self._buffer.fail(item)
 
     def _is_harmless(self, item: LegDelta) -> bool:
-        """Return whether an error comes from a prefill node that is no longer needed.
+        """Return whether an error comes from a prefill node whose work is done.
 
-        After token 1, a failed push still ends the attempt if the KV has not arrived. The loss of
-        the prefill node does not end the attempt, as the decode node reports missing KV.
+        After token 1, a failed push ends the attempt if the KV has not arrived. The loss of the
+        prefill node does not end the attempt, because the decode node reports missing KV.
         """
         if item.role is not NodeRole.PREFILL or not self.began:
             return False
@@ -190,9 +191,9 @@ class Attempt:
             self._finished_on = item.role
 
     def _note_forwarded_by_pair(self, prefill: Node, item: LegDelta) -> None:
-        """Cancel, relieve or close the prefill leg, as far as its part is done."""
+        """Cancel, relieve or close the prefill leg, depending on which part of its work is done."""
         if not self.began and item.role is NodeRole.DECODE:
-            # The decode node computed the prompt, as its cache had nearly all of it.
+            # The decode node computed the prompt, because its cache had nearly all of the prompt.
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
@@ -201,7 +202,10 @@ class Attempt:
             prefill.close_leg(self.epoch)
 
     def close(self) -> None:
-        """Close both legs, and cancel the call on nodes that may work on it; safe to repeat."""
+        """Close both legs, and cancel the call on nodes that may still work on it.
+
+        Safe to repeat.
+        """
         if self._closed:
             return
         self._closed = True

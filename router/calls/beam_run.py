@@ -1,4 +1,4 @@
-"""BeamRun: one prompt's beam search, as calls of one token each.
+"""BeamRun: one prompt's beam search, run as many calls of one token each.
 
 step 1    prompt                    -> the most probable next tokens of the prompt
 step 2    prompt + beams of step 1  -> the most probable next tokens of each, all at once
@@ -53,19 +53,19 @@ class BeamLimits:
 def begin_search(
     call: Call, num_outputs: int, limits: BeamLimits, dispatcher: Dispatcher
 ) -> BeamRun:
-    """Return the beam search that a checked call's terms ask for, and count it as one request.
+    """Return the beam search that a call's terms ask for, and count it as one request.
 
     Args:
         num_outputs: outputs that the client wants.
         dispatcher: runs the steps' calls.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or has no meaning in a beam search.
+        InvalidRequestError: a parameter is out of range, or not supported by beam search.
         OverloadedError: the caller's limits allow no request now.
     """
     params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
     assert beams is not None
-    if call.images:  # each beam's each token would send the files again
+    if call.images:  # refused: each call of each beam would send the files again
         raise InvalidRequestError("images", "cannot be together with a beam search")
     check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
     ends = frozenset(params.stop_token_ids)
@@ -84,12 +84,12 @@ def begin_search(
 
 
 class BeamRun:
-    """Searches the best outputs of a call's prompt once; each stream then reads one output.
+    """Searches the best outputs of a call's prompt once; each stream reads one of the outputs.
 
     Args:
         call: the checked call; its timeout limits the whole search.
         params: the search's parameters.
-        max_tokens: most output tokens that the model's length leaves room for.
+        max_tokens: most output tokens that fit into the model's length.
         run: streams the tokens of a call, as `Dispatcher.run` does.
     """
 
@@ -102,7 +102,7 @@ class BeamRun:
         self._task: asyncio.Task[list[Beam]] | None = None
 
     async def stream(self, place: int) -> AsyncGenerator[TextDelta, None]:
-        """Yield the output at a place, 0 the best, in one piece; ending one stream ends all.
+        """Yield the output with this rank (0: the best) in one piece; ending one stream ends all.
 
         Raises the errors of `Dispatcher.run`.
         """
@@ -112,7 +112,7 @@ class BeamRun:
         try:
             beams = await asyncio.shield(task)
         finally:
-            task.cancel()  # no effect on a search that has ended
+            task.cancel()  # does nothing if the search has ended
             await asyncio.gather(task, return_exceptions=True)
         yield self._delta(place, beams[place])
 
@@ -151,7 +151,7 @@ class BeamRun:
         )
 
     async def _run_all(self, calls: Sequence[Call]) -> list[TopTokens]:
-        """Run calls side by side; the first error ends the others and is raised."""
+        """Run calls concurrently; the first error ends the others and is raised."""
         tasks = [asyncio.create_task(self._next_tokens(call)) for call in calls]
         try:
             return list(await asyncio.gather(*tasks))
@@ -179,7 +179,7 @@ class BeamRun:
             num_output_tokens=len(beam.token_ids),
             ttft_s=elapsed_s,
             total_s=elapsed_s,
-            # The first token is not known before the search has ended.
+            # the time of the first token is unknown until the search ends
             delivery_s=first.delivery_s + elapsed_s - first.ttft_s,
         )
         asks = self._call.sampling_params.logprobs is not None

@@ -20,7 +20,7 @@ from router.fleet.prefix.prompt_hashes import PromptHashes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """All terms of a request but the prompt and the sampling parameters.
+    """All terms of a request, except the prompt and the sampling parameters.
 
     Attributes:
         received_at: when the request reached the router, by `time.perf_counter`.
@@ -30,9 +30,10 @@ class Terms:
         priority: order among waiting requests; smaller goes first.
         beams: parameters of a beam search, without end tokens; None: the outputs are sampled.
         principal: the caller.
-        cache_word: client's word for its cached blocks: only prompts with equal words share them;
+        cache_word: client's word: cached blocks are shared only between prompts with the same word;
             empty: no word.
-        model: name of the request, for receipts and records only; empty: unknown.
+        model: name under which the request is served, for receipts and records only; empty:
+            unknown.
         adapter: digest of the adapter that the request's name stands for; empty: the base model.
         text_options: options for turning tokens into text.
         trace: the client's trace context; None: not traced.
@@ -59,14 +60,14 @@ class Call:
         sampling_params: the sampling parameters, with a seed.
         terms: the client's terms.
         timeout_s: seconds left until the deadline, from now.
-        leaves_room: whether to avoid nodes with queued work, because the call's tenant has its
-            fair share already.
+        leaves_room: whether to avoid nodes with queued work, because the call's tenant already uses
+            its fair share.
         cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         is_chat: whether the prompt was a conversation.
         images: images of the prompt with their files, in order.
-        pooling: numbers to take from the prompt's hidden states; None: tokens are sampled.
+        pooling: numbers to compute from the prompt's hidden states; None: tokens are sampled.
         hashes: block hashes of the prompt, shared with copies of this call.
-        source: makes the output in place of nodes, such as a beam search; None: nodes make it.
+        source: makes the output instead of nodes, such as a beam search; None: nodes make it.
     """
 
     request_id: str
@@ -83,8 +84,8 @@ class Call:
     source: Callable[[], AsyncGenerator[TextDelta, None]] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        # Hashing a long prompt takes 50 ms, so all outputs of a prompt share the hashes:
-        # `dataclasses.replace` passes them on.
+        # Hashing a long prompt takes 50 ms. `dataclasses.replace` copies the hashes, so all outputs
+        # of a prompt share them.
         token_ids, salt, adapter = self.prompt_token_ids, self.cache_salt, self.terms.adapter
         if self.hashes is None or not self.hashes.are_of(token_ids, salt, adapter):
             hashes = PromptHashes(token_ids, salt, adapter, self.image_spans)
@@ -103,7 +104,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptTerms:
-    """Hold what one attempt adds to its call.
+    """The values that one attempt adds to its call.
 
     Attributes:
         epoch: identifies the attempt in the nodes' deltas.

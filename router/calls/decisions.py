@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
-MAX_DECISIONS = 32  # per request; no request has so many attempts
+MAX_DECISIONS = 32  # most decisions per request; requests have fewer attempts
 
 
 @dataclass(slots=True)
 class _Noted:
-    """One placement in the log. It lacks the query, which holds the prompt."""
+    """One placement in the log, without its query, because the query holds the prompt."""
 
     placed_at: float
     num_prompt_tokens: int
@@ -32,7 +32,7 @@ class Decision:
         placed_at: time of the decision, by `time.time`.
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
         candidates: the best places that the policy considered, the chosen one first.
-        is_probe: see `Placement`.
+        is_probe: whether the node was chosen in order to measure it; see `Placement`.
         forecast: expected times of the prompt, with measured times after token 1; None: not placed.
     """
 
@@ -49,7 +49,7 @@ class Decision:
 
 
 class DecisionLog:
-    """Keep the placements of the latest requests; the policy explains them only on demand.
+    """Keeps the placements of the latest requests; costs are explained only on demand.
 
     Args:
         max_requests: most requests kept.
@@ -62,11 +62,11 @@ class DecisionLog:
     def note(
         self, request_id: str, query: RouteQuery, placement: Placement, *, is_first: bool = False
     ) -> None:
-        """Note a placement; another one with the same id is a further attempt.
+        """Record a placement. A second placement with the same id is a further attempt.
 
         Args:
             request_id: `Call.scoped_id`.
-            is_first: forget an earlier request with the same id.
+            is_first: whether to forget an earlier request with the same id.
         """
         noted = _Noted(time.time(), query.num_prompt_tokens, query.max_tokens, placement)
         if is_first:
@@ -95,7 +95,7 @@ def _decision(request_id: str, noted: _Noted) -> Decision:
         max_tokens=noted.max_tokens,
         num_cached_tokens=placement.num_cached_tokens,
         prefill_node=placement.prefill.node_name if placement.prefill else "",
-        # A pooled call's prefill node is paired with itself.
+        # A pooled call has no decode node: its prefill node takes both places.
         decode_node=placement.decode.node_name if placement.decode is not placement.prefill else "",
         candidates=placement.explain(),
         is_probe=placement.is_probe,

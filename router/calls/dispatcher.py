@@ -39,7 +39,10 @@ class RunningCalls:
         return len(self._calls)
 
     def add_call(self, call: Call) -> None:
-        """Add a call; raises InvalidRequestError if its tenant has an open call with this id."""
+        """Add a call.
+
+        Raises InvalidRequestError if its tenant already has an open call with this id.
+        """
         if call.scoped_id in self._calls:
             raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
         self._calls[call.scoped_id] = call
@@ -53,7 +56,7 @@ class RunningCalls:
         return list(self._calls)
 
     def count_adapter(self, digest: str) -> int:
-        """Return the number of an adapter's calls; takes O(calls), so do not ask per request."""
+        """Return the number of an adapter's calls. Takes O(calls): do not ask for each request."""
         return sum(call.terms.adapter == digest for call in self._calls.values())
 
     def find(self, request_id: str, tenant: str | None = None) -> Call | None:
@@ -75,12 +78,12 @@ class RunningCalls:
 
 
 class Dispatcher:
-    """Run calls on the nodes of a pool.
+    """Runs calls on the nodes of one pool.
 
     Args:
-        pool: has the nodes and their links.
-        policy: picks each attempt's nodes.
-        recoveries: retries failed calls; by default, with default limits.
+        pool: the joined nodes and their links.
+        policy: picks the nodes of each attempt.
+        recoveries: decides on retries; also knows which calls may have crashed nodes.
         admission: decides when a call may begin; by default, with default options.
 
     Attributes:
@@ -150,7 +153,10 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
-        """Wait until the call may begin; yield it with the waiting time taken off its timeout."""
+        """Wait until the call may begin.
+
+        Yield the call with the waiting time subtracted from its timeout.
+        """
         async with self.admission.enter(
             request_id=call.scoped_id,
             num_prompt_tokens=len(call.prompt_token_ids),
@@ -171,7 +177,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _opened(self, call: Call, ticket: Ticket, following: Following) -> Iterator[OpenCall]:
-        """Open the call on nodes; if an error ends the call, add the receipt to the error."""
+        """Open the call on nodes; if an error ends the call, attach the receipt to the error."""
         opened = self._open[call.scoped_id] = OpenCall(
             call,
             following,
@@ -193,7 +199,7 @@ class Dispatcher:
             del self._open[call.scoped_id]
 
     def note_ttft(self, call: Call) -> None:
-        """Record the TTFT: the client receives token 1's text now."""
+        """Record the time to first token: the client receives token 1's text now."""
         self._open[call.scoped_id].note_ttft()
 
     def receipt(self, call: Call) -> Receipt:
@@ -216,7 +222,7 @@ class Dispatcher:
         opened = self._open.get(call.scoped_id)
         if opened is not None:
             opened.end_with_error(RequestError("CANCELLED", why))
-            self.pool.note_eligibility_change()  # the call may wait for nodes
+            self.pool.note_eligibility_change()  # the call may be waiting for nodes; wake it
         return opened is not None
 
     def refuse_new(self, why: str) -> None:
@@ -231,4 +237,4 @@ class Dispatcher:
             self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end_with_error(self._stopped)
-        self.pool.note_eligibility_change()  # calls may wait for nodes
+        self.pool.note_eligibility_change()  # calls may be waiting for nodes; wake them

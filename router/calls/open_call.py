@@ -1,6 +1,6 @@
-"""OpenCall: one call, its successive attempts, and the single stream they produce.
+"""OpenCall: one call, its successive attempts, and the one stream that joins them.
 
-What follows a failed attempt is decided in `router/calls/recovery/`.
+`router/calls/recovery/` decides what follows a failed attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
 
 
 class OpenCall:
-    """Run one call's attempts in turn, and join their tokens into one stream.
+    """Runs one call's attempts one after another, and joins their tokens into one stream.
 
     Args:
         following: writes the call's record in the request log.
@@ -59,8 +59,9 @@ class OpenCall:
         self._recovery = recoveries.recover(call, self._remaining_s)
         self._decode: Node | None = None  # the last attempt's decode node
         self._ttft_s = 0.0
-        self._first_read_s = 0.0  # from arrival to the first token on a node's link
-        self._ended_by: RequestError | None = None  # the reason, if ended from outside
+        self._first_read_s = 0.0  # seconds from arrival until a node sent the first token
+        # The error with which the call was ended from outside
+        self._ended_by: RequestError | None = None
         self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
         self._expires_at = loop.time() + call.timeout_s
@@ -97,11 +98,14 @@ class OpenCall:
                 attempt = await self._begin(error.message)
 
     def note_ttft(self) -> None:
-        """Record the TTFT: token 1 is passed on now. A later call overwrites an earlier one."""
+        """Record the time to first token, now that token 1 is passed on.
+
+        Later calls of this function overwrite the time.
+        """
         self._ttft_s = time.perf_counter() - self._call.terms.received_at
 
     def receipt(self) -> Receipt:
-        """Return the call's cost so far; the decode node's part is known at the last token."""
+        """Return the call's cost so far; the decode node's part is known only at the last token."""
         attempt = self._attempt
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
@@ -150,7 +154,7 @@ class OpenCall:
         """
         call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
-        if self._recovery.has_failed(placement):  # no better place is left: try this one later
+        if self._recovery.has_failed(placement):  # no better place is left: try this pair later
             await self._recovery.pause()
             placement = await self._wait_for_placement(failure)
         self._recovery.note_attempt(placement)
@@ -165,7 +169,8 @@ class OpenCall:
                 "no longer served here"
             )
         self._decode = decode
-        # The prefill node samples the next token. If that is the last one, no decode node works.
+        # The prefill node samples the next token. If this token is the last one, no decode node is
+        # needed.
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
         nodes = filter(None, (placement.prefill, placement.decode))
         room = pool.max_len_at(nodes) - self._num_tokens
@@ -196,7 +201,7 @@ class OpenCall:
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._recovery.pair_timeout_s
         await self._recovery.wait_while_suspect()
-        if self._num_attempts:  # a first attempt got its turn at admission
+        if self._num_attempts:  # a first attempt already got its turn at admission
             await self._turns.wait_for_turn()
         while (placement := self._place()) is None:
             self._remaining_s()
@@ -232,7 +237,10 @@ class OpenCall:
         return len(self._call.prompt_token_ids) + len(self._output_token_ids)
 
     def _remaining_s(self) -> float:
-        """Return the seconds until the deadline; raise if the call has been ended or is late."""
+        """Return the seconds until the deadline.
+
+        Raise if the call was ended or the deadline has passed.
+        """
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:
             raise error_of(self._ended_by or _DEADLINE)

@@ -2,8 +2,8 @@
 
     deltas of an attempt's two legs -> DeltaOrder -> OutputBuffer -> the reader
 
-`DeltaOrder` passes each token on once. `OutputBuffer` lets no node wait: it stores tokens, not
-messages, so a slow reader gets all that it missed as one piece, no larger than the output.
+`DeltaOrder` passes each token on once. `OutputBuffer` never makes a node wait. It stores tokens,
+not messages, so a slow reader gets all missed tokens as one piece, no larger than the output.
 """
 
 from __future__ import annotations
@@ -20,42 +20,46 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
-# Most tokens by which a delta may be ahead of the output so far. One leg's link may stall until its
-# node counts as silent, while the other leg goes on.
+# Most tokens by which a delta may be ahead of the output so far. One node's link may stall, until
+# the node counts as silent, while the other node continues.
 MAX_EARLY = 4096
-# Most tokens in one piece: turning more into text blocks the event loop for tens of milliseconds.
+# Most tokens in one piece: turning more tokens into text blocks the event loop for tens of
+# milliseconds.
 MAX_TAKEN = 1024
 
 
 class DeltaOrder:
-    """Pass on each token once and in output order; later duplicates are dropped.
+    """Passes each token on once and in output order; drops duplicates.
 
     Args:
         next_index: output index where the attempt begins.
-        end_index: one past the last output index that the request may have.
+        end_index: index after the last output token that the request may have.
     """
 
     def __init__(self, next_index: int, end_index: int = 2**32) -> None:
         self.next_index = next_index
         self._end_index = end_index
-        self._early: dict[int, LegDelta] = {}  # by output index: deltas that came too early
+        self._early: dict[int, LegDelta] = {}  # deltas that came too early, by output index
         self._indexes: list[int] = []  # keys of `_early`, as a heap
 
     def admits(self, item: LegDelta) -> bool:
-        """Return whether a delta lies within this output and is not ahead of time by too much."""
+        """Return whether a delta lies within this output and not too far ahead."""
         delta = item.delta
         is_within = delta.output_index + max(len(delta.token_ids), 1) <= self._end_index
         return is_within and len(self._early) < MAX_EARLY
 
     def push_next(self, output_index: int) -> bool:
-        """Accept one token if it is next and no delta came early; return whether it was so."""
+        """Accept one token if it is the next one and no early delta waits.
+
+        Return whether it was accepted.
+        """
         if output_index != self.next_index or self._early or output_index >= self._end_index:
             return False
         self.next_index += 1
         return True
 
     def push(self, item: LegDelta) -> Iterator[LegDelta]:
-        """Take a delta without an error; yield all deltas whose turn it is now."""
+        """Add a delta without an error; yield all deltas that are now next in order."""
         index = item.delta.output_index
         if index not in self._early:
             self._early[index] = item
@@ -84,7 +88,7 @@ class DeltaOrder:
 
 
 class OutputBuffer:
-    """An output between one writer at a time and one reader.
+    """The output of a call, passed from one writer at a time to one reader.
 
     Args:
         wake_ups: wakes the reader in waves. The first token, the last one and failures wake the
@@ -95,7 +99,7 @@ class OutputBuffer:
 
     Attributes:
         token_ids: the whole output so far.
-        decode_receipt: the decode node's receipt; None until the last token came.
+        decode_receipt: the decode node's receipt; None until the last token arrives.
         failure: why the attempt ended; the reader must clear this before tokens are added.
     """
 
@@ -106,18 +110,18 @@ class OutputBuffer:
         self._request_id = request_id
         self._wake_ups = wake_ups
         self._num_taken = 0
-        self._has_rest = False  # whether the last piece left tokens for the next
+        self._has_rest = False  # whether the last piece left tokens for the next piece
         self._finish_reason: FinishReason | None = None
         self._pooled = b""
-        self._logprobs: list[TokenLogprobs] = []  # logprobs of tokens that the reader has not taken
+        self._logprobs: list[TokenLogprobs] = []  # logprobs of tokens that the reader has not read
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-        self._waiter: asyncio.Future[None] | None = None  # wakes at once on a first token
+        self._waiter: asyncio.Future[None] | None = None  # the first token wakes the reader at once
         self._sleeper: asyncio.Future[None] | None = None
 
     # ------------------------------------------------------------------ the writer
 
     def add_token(self, token_id: int) -> None:
-        """Add the next token, which comes without logprobs and finish reason."""
+        """Add the next token, which has no logprobs and no finish reason."""
         self.token_ids.append(token_id)
         if self._waiter is not None:
             self._wake_ups.add_waiter(self._waiter)
@@ -146,7 +150,7 @@ class OutputBuffer:
     # ------------------------------------------------------------------ the reader
 
     async def wait(self) -> None:
-        """Wait for a failure, or for tokens and then the reader's turn in a wave."""
+        """Wait for a failure, or for tokens and then for the wave that wakes this reader."""
         if self._has_rest:
             await asyncio.sleep(0)  # let other tasks run
             return

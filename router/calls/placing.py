@@ -14,13 +14,14 @@ from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
-# Most calls that wait for a lost node to return. Each of them holds a prompt and a client.
+# Most calls that wait for a lost node to return. Each waiting call holds a prompt and a client's
+# connection.
 MAX_EXPECTING = 1024
 _EARLY_S = 1e-6  # timers may fire this early; a shorter wait would make the loop spin
 
 
 class Placer:
-    """Place the calls of one base model.
+    """Places the calls of one base model on nodes.
 
     Args:
         num_queued: returns the number of requests that wait at the gate.
@@ -83,7 +84,7 @@ class Placer:
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
-        # Make the fleet first, because that may change the revisions that the rollout knows.
+        # Make the fleet first, because making it may change the revisions that the rollout knows.
         fleet, chosen = pool.fleet, None
         if call.pooling is not None:
             fleet = pool.prompt_fleet
@@ -115,8 +116,8 @@ class Placer:
             num_tokens: context length that the nodes must allow.
             adapter: digest of the adapter that the nodes must have or load; empty: none.
             until: deadline, by the event loop's clock.
-            has_images: whether the prompt has images, so that a node must encode them.
-            pools: whether the call is pooled, and so needs a prefill node only.
+            has_images: whether the prompt has images, which a node must encode.
+            pools: whether the call is pooled, and therefore needs only a prefill node.
 
         Raises:
             NodeUnavailableError: the pool never had the nodes that the call needs, or time is up.

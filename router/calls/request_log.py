@@ -16,7 +16,8 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 
-# Most characters kept of an error. Thousands of errors are kept, and nodes choose some texts.
+# Most characters kept of an error: thousands of errors are kept, and nodes choose some of the
+# texts.
 MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 
@@ -49,11 +50,11 @@ class RequestRecord:
         started_at: arrival, by the log's clock.
         model: name that the request is served under.
         adapter: digest of the adapter that the name stood for; empty: the base model.
-        accepted_s: when it was checked and tokenized.
-        admitted_s: when the gate admitted it; None: not yet.
+        accepted_s: when the request had been checked and tokenized.
+        admitted_s: when the gate admitted the request; None: not yet.
         call: the call; None unless the request is traced.
         trace: the request's span; None: not traced.
-        finish_reason: why the output ended; None: not ended, or ended with an error.
+        finish_reason: why the output ended; None: the request is open, or ended with an error.
         error_code: name of a gRPC status code.
     """
 
@@ -86,10 +87,10 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Keep the records of the last requests of one base model, on its event loop.
+    """Keeps the records of the last requests of one base model, on its event loop.
 
     Args:
-        max_requests: most records kept; even records of open requests may be dropped.
+        max_requests: most records kept; records of open requests may be dropped, too.
         clock: the clock of `Terms.received_at`.
 
     Attributes:
@@ -157,12 +158,12 @@ class RequestLog:
             record.num_output_tokens for record in self._open.values()
         )
 
-    # ------------------------------------------------------------------ for Following
+    # ------------------------------------------------------------------ called by Following
 
     def open_record(self, record: RequestRecord) -> None:
         self._open[id(record)] = record
         key = (record.tenant, record.request_id)
-        self._records.pop(key, None)  # a reused id goes to the end of the order
+        self._records.pop(key, None)  # move a reused id to the end of the order
         self._records[key] = record
         self.num_prompt_tokens += record.num_prompt_tokens
         if len(self._records) > self._max_requests:
@@ -232,10 +233,10 @@ class Following:
         """Note that the attempt failed; another may follow."""
         attempt = self._record.attempts[-1]
         attempt.failed_s, attempt.error_code = self._now_s(), code[:MAX_CODE_CHARS]
-        attempt.error = message[:MAX_ERROR_CHARS]  # a node may have written the text
+        attempt.error = message[:MAX_ERROR_CHARS]  # a node may have chosen this text
 
     def note_output(self, output: TextDelta) -> None:
-        """Note tokens that the client receives now."""
+        """Note the tokens that the client receives now."""
         record = self._record
         if record.first_token_s is None and output.token_ids:
             record.first_token_s = self._now_s()

@@ -2,10 +2,10 @@
 
 An event loop runs all woken tasks before it looks at sockets and timers again.
 
-A message to a client costs nearly as much with one token as with many. If each token were sent at
-once, a router at its limit would read its nodes' links as slowly as it serves its clients, and
-tokens would queue unmerged in the links. `WakeUps` therefore wakes the readers of outputs in waves,
-no more often than the router can serve them.
+Sending a message with one token to a client costs nearly as much CPU time as a message with many
+tokens. If each token were sent at once, a router at its limit would read its nodes' links as slowly
+as it serves its clients, and tokens would queue unmerged in the links. `WakeUps` therefore wakes
+the readers of outputs in waves, no more often than the router can serve them.
 
 Checking or placing a call takes up to a millisecond. A thousand calls that arrive together, or that
 lose their node together, would block tokens and beats for a second. `Turns` therefore lets few
@@ -27,7 +27,7 @@ TURNS_AT_ONCE = 16
 
 
 class WakeUps:
-    """Wake readers in waves; one instance per event loop.
+    """Wakes readers in waves; each event loop has one instance.
 
     A wave begins when the process has been busy for less than `BUSY_SHARE` of the time since the
     last wave, at the latest `LONGEST_REST_S` after it.
@@ -51,7 +51,7 @@ class WakeUps:
     def add_waiter(self, waiter: asyncio.Future[None]) -> None:
         """Wake this reader with the next wave."""
         self._waiters.append(waiter)
-        # call `_look` later, so that all tokens of one link message join one wave
+        # call `_look` later, so that all tokens of one message from a node join the same wave
         if len(self._waiters) == 1:
             asyncio.get_running_loop().call_soon(self._look)
 
@@ -77,10 +77,10 @@ class WakeUps:
 
 
 class Turns:
-    """Give out a limited number of turns per round of the event loop, in order of arrival.
+    """Gives out a limited number of turns per round of the event loop, in order of arrival.
 
     Args:
-        at_once: turns per round.
+        at_once: number of turns per round.
     """
 
     def __init__(self, at_once: int = TURNS_AT_ONCE) -> None:

@@ -1,1 +1,1 @@
-"""The joined nodes: what they report, what they can take, and which nodes reach each other."""
+"""The joined nodes: their reports, their capacity, and which nodes reach each other."""

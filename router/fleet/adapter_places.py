@@ -1,8 +1,8 @@
 """AdapterPlaces: which nodes have an adapter in memory or can load it, and how long loading takes.
 
-A node loads an adapter when a command asks for it and says where its files are. Requests that come
-before the node's next beat find it loading. A node that could not load is left out for a while.
-Refuses to know: names of adapters, requests, files.
+A node loads an adapter when a command names the adapter and where its files are. Until the node's
+next beat, the adapter counts as loading there. A node that failed to load an adapter is left out
+for a while. Refuses to know: names of adapters, requests, files.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 
-# A node that could not load an adapter is not asked again for this long.
+# Seconds for which a node that failed to load an adapter is not asked again.
 BARRED_S = 5.0
-# Time to read and load an adapter, until a node has measured one.
+# Seconds to read and load an adapter, assumed until a node has measured this time.
 DEFAULT_LOAD_S = 0.5
-# A node that loads an adapter reports the adapter in its beats within this time.
+# Seconds within which a node that loads an adapter reports it in its beats.
 EXPECTED_S = 5.0
-MAX_SOURCES = 16_384  # most remembered; running requests may use adapters that have lost their name
+# Most adapters remembered: running requests may use adapters that have lost their name
+MAX_SOURCES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ NO_SOURCE = AdapterSource()
 
 
 class AdapterPlaces:
-    """Know the places of the adapters of one base model.
+    """Knows which nodes have or can load the adapters of one base model.
 
     Args:
         clock: monotonic seconds.
@@ -48,15 +49,17 @@ class AdapterPlaces:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._sources: OrderedDict[str, AdapterSource] = OrderedDict()  # by digest
-        self._barred: dict[tuple[str, str], tuple[float, str]] = {}  # (engine id, digest): until
-        self._asked: dict[tuple[str, str], float] = {}  # (engine id, digest): since; oldest first
+        self._sources: OrderedDict[str, AdapterSource] = OrderedDict()  # sources by digest
+        # (engine id, digest): barred until
+        self._barred: dict[tuple[str, str], tuple[float, str]] = {}
+        # (engine id, digest): loading since; oldest first
+        self._asked: dict[tuple[str, str], float] = {}
 
     def set_sources(self, sources: Mapping[str, AdapterSource]) -> None:
-        """Set the sources of adapters that have names; other adapters' sources stay for a while.
+        """Set the sources of named adapters; the sources of other adapters are kept for a while.
 
         Args:
-            sources: by digest.
+            sources: source of each adapter, by digest.
         """
         for digest, source in sources.items():
             if self._sources.get(digest) != source:
@@ -71,7 +74,7 @@ class AdapterPlaces:
         return self._sources.get(digest, NO_SOURCE)
 
     def note_placement(self, node: NodeLoad, digest: str) -> None:
-        """Note that a node was asked to compute with an adapter, which it loads if it lacks it."""
+        """Note that a node was asked to compute with an adapter; the node loads it if necessary."""
         now = self._clock()
         while self._asked and now - next(iter(self._asked.values())) > EXPECTED_S:
             del self._asked[next(iter(self._asked))]
@@ -79,7 +82,7 @@ class AdapterPlaces:
             self._asked.setdefault((node.engine_id, digest), now)
 
     def bar(self, engine_id: str, digest: str, why: str) -> None:
-        """Leave a node out for a while, because it could not load an adapter."""
+        """Leave a node out for a while, because it failed to load an adapter."""
         now = self._clock()
         self._barred = {key: one for key, one in self._barred.items() if one[0] > now}
         self._barred[engine_id, digest] = now + BARRED_S, why
@@ -120,9 +123,9 @@ class AdapterPlaces:
         return fleet.only(takes, takes)
 
     def load_s(self, fleet: Fleet, digest: str) -> Mapping[str, float]:
-        """Return how long nodes that lack an adapter need to load it, by engine id.
+        """Return the seconds to load an adapter, by engine id of the nodes that lack it.
 
-        A node that loads it already needs the rest of this time.
+        For a node that is already loading, this is the time that remains.
         """
         now = self._clock()
         found: dict[str, float] = {}

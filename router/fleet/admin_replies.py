@@ -1,4 +1,4 @@
-"""AdminReplies: joins the parts of one node's answers to operators' calls."""
+"""AdminReplies: joins the parts of one node's answers to operators' questions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.link.words import AdminReply
 from baton.v1 import admin_pb2
 from baton.wire.parts import count_parts
 
-# Most fields of one message and of a whole answer; each field takes some 100 bytes.
+# Most fields of one message, and of a whole answer; each field takes about 100 bytes.
 MAX_PART_PARTS, MAX_REPLY_PARTS = 2**17, 2**19
 
 
@@ -27,7 +27,7 @@ class _Open:
 
 
 class AdminReplies:
-    """Track the open admin calls of one node, on the router's loop.
+    """Tracks the open admin calls of one node, on the router's event loop.
 
     Replies to unknown or closed calls are ignored. The size of an answer is limited.
     """
@@ -37,7 +37,7 @@ class AdminReplies:
         self._open: dict[int, _Open] = {}
 
     def open_call(self) -> tuple[int, asyncio.Future[admin_pb2.NodeAdminResponse]]:
-        """Open a call; return its id and the future of its answer. `close_call` closes it."""
+        """Open a call; return its id and the future of its answer. `close_call` ends it."""
         call_id = next(self._ids) % 2**32
         opened = self._open[call_id] = _Open(asyncio.get_running_loop().create_future())
         return call_id, opened.answer

@@ -14,8 +14,8 @@ from router.fleet.node_claims import registration_problem
 from router.fleet.node_pool import NodePool
 from router.fleet.served_identity import count_fitting
 
-MAX_SHOWN_CHARS = 64  # quoted from a registration
-_TELLING_KEYS = ("model", "weights", "tokenizer")  # enough to tell base models apart
+MAX_SHOWN_CHARS = 64  # most characters quoted from a registration
+_TELLING_KEYS = ("model", "weights", "tokenizer")  # entries that suffice to tell base models apart
 
 
 class BasePools:
@@ -23,10 +23,10 @@ class BasePools:
 
     Args:
         pools: one per base model; they share a gate.
-        models: each base model as written in the router's options, for errors.
+        models: each base model as the router's options name it, for errors.
 
     Raises:
-        ConfigError: two base models cannot be told apart by what nodes report of their model.
+        ConfigError: two base models cannot be told apart by what nodes report about their model.
     """
 
     def __init__(self, pools: Sequence[NodePool], models: Sequence[str]) -> None:
@@ -72,11 +72,11 @@ class BasePools:
         return pool
 
     def _find(self, registration: NodeRegistration) -> NodePool | None:
-        """Return the pool with the most entries in common with a node.
+        """Return the pool whose model identity has the most entries in common with a node's.
 
         If a single base model has the node's configuration, the node joins it even with other
-        weights or another tokenizer, as in a rollout of new weights. With several such models it
-        could join the wrong one, so it joins none.
+        weights or another tokenizer, as in a rollout of new weights. If several base models have
+        this configuration, the node could join the wrong one, so it joins none.
         """
         identity = identity_of(registration.compatibility)
         fitting = [(count_fitting(pool.own_identity, identity), pool) for pool in self._pools]

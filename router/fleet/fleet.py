@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from router.fleet.load.node_load import NodeLoad
 
-Pair = tuple[str, str]  # engine ids of prefill and decode node; "": the decode node alone
+Pair = tuple[str, str]  # engine ids of prefill and decode node; "": the decode node works alone
 _NONE: Set[Pair] = frozenset()
 _NOBODY: Mapping[str, float] = {}
 
@@ -24,7 +24,7 @@ class Fleet:
         reach: for each prefill node's engine id, the decode nodes that it reaches with the
             bandwidth in bytes per second (0: unknown).
         self_prefilling: decode nodes that may compute a prompt themselves.
-        ruled_out: pairs that must not be used.
+        ruled_out: pairs of engine ids that must not be used.
 
     Attributes:
         prefills: prefill nodes that reach at least one of ``decodes``.
@@ -52,7 +52,7 @@ class Fleet:
         )
         unreached = set(ids)
         for reached in usable.values():
-            if not unreached:  # almost always so, after the first node
+            if not unreached:  # nearly always so, once one node has joined
                 break
             unreached -= reached
         self.decodes: Sequence[NodeLoad] = [d for d in by_name if d.engine_id not in unreached]
@@ -94,10 +94,10 @@ class Fleet:
         *,
         alone: Callable[[NodeLoad], bool] | None = None,
     ) -> Fleet:
-        """Return a fleet of the nodes that pass these filters, and without the ruled-out pairs.
+        """Return a fleet of the nodes that pass these filters, without the ruled-out pairs.
 
         Args:
-            alone: one more filter of decode nodes that compute prompts themselves.
+            alone: another filter, for decode nodes that compute prompts themselves.
         """
         return Fleet(
             filter(prefill, self.prefills),
@@ -108,7 +108,7 @@ class Fleet:
         )
 
     def encoding_images(self) -> Fleet:
-        """Return a fleet in which every node that computes a prompt encodes its images."""
+        """Return a fleet in which each node that computes prompts can encode images."""
 
         def encodes(node: NodeLoad) -> bool:
             return node.encodes_images
@@ -118,7 +118,7 @@ class Fleet:
         return self.only(prefill=encodes, alone=encodes)
 
     def by_revision(self) -> dict[str, Fleet]:
-        """Return one fleet per revision of nodes."""
+        """Return one fleet per node revision."""
         groups: dict[str, tuple[list[NodeLoad], list[NodeLoad], list[NodeLoad]]] = {}
         for place, nodes in enumerate((self.prefills, self.decodes, self.self_prefilling)):
             for node in nodes:
@@ -138,8 +138,8 @@ class Fleet:
         """Return a fleet of the nodes that have room for a request of this many tokens.
 
         Args:
-            num_tokens_at_end: length that the request may reach. Nodes that would cut it short are
-                left out too, unless all would.
+            num_tokens_at_end: length that the request may reach. Nodes that would cut the request
+                short are left out, unless all nodes would.
         """
         at_end = min(num_tokens_at_end, self.max_model_len)
         if num_tokens <= self._least_room and at_end <= self._least_length:
@@ -155,7 +155,7 @@ class Fleet:
 
     @functools.cached_property
     def max_model_len(self) -> int:
-        """Longest request, in tokens, that some nodes can take; 0 without nodes."""
+        """Length of the longest request, in tokens, that some nodes can take; 0 without nodes."""
         longest: dict[int, int] = {}  # most prefill nodes share one list, so compute once per list
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:

@@ -1,4 +1,4 @@
-"""Choose the fleet: all nodes that may get requests, without the ejected ones.
+"""Chooses the fleet: all nodes that may get requests, without ejected nodes.
 
 At most half of the nodes of a role are ejected: if most look unhealthy, the cause is probably
 elsewhere, and some nodes must do the work.
@@ -38,12 +38,12 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
             self_prefilling=_loads_of(alone, without) if may_self_prefill else (),
         )
 
-    # Perhaps no healthy nodes reach each other: then use all nodes.
+    # If no healthy nodes reach each other, use all nodes.
     return make(unwanted) or make(set())
 
 
 def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -> Fleet:
-    """Return the fleet for pooled prompts, which are not handed off.
+    """Make the fleet for pooled prompts, whose KV is not handed off.
 
     Each prefill node is paired with itself, so that policies place such a prompt like any other.
 
@@ -59,7 +59,7 @@ def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -
 
 
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
-    """Return the nodes of one role to leave out now, first ejected nodes, then new ones."""
+    """Return the nodes of one role to leave out now: ejected nodes first, then new ones."""
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
     unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))
     return unwanted[: len(nodes) // 2]

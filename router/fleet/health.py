@@ -17,14 +17,14 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
-FAILURES = 3  # in a row, without a success, eject a node
+FAILURES = 3  # number of failures in a row, without a success, that eject a node
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 WARMING_S = 10.0
 LEAST_WEIGHT = 0.2
 
 
 class HealthState(Enum):
-    """The states of a node's health, as this router sees it."""
+    """The states of a node's health, as one router sees it."""
 
     SERVING = "serving"
     EJECTED = "ejected"
@@ -33,7 +33,7 @@ class HealthState(Enum):
 
 
 class NodeHealth:
-    """Track the health of one node.
+    """Tracks the health of one node.
 
     Args:
         name: the node's name, for the log.
@@ -58,9 +58,10 @@ class NodeHealth:
         self._name = name
         self._on_change = on_change
         self._clock = clock
-        self._until = 0.0  # end of the pause or of the warm-up
+        self._until = 0.0  # when the pause or the warm-up ends
         self._num_pauses = 0  # ejections since the last long healthy time
-        # Partners in the failures since the last success, by engine id; "": the node failed alone.
+        # Partners in the failures since the last success, by engine id. "" stands for failures of
+        # this node alone.
         self._partners: list[str] = []
 
     @property
@@ -74,7 +75,7 @@ class NodeHealth:
         return 1.0
 
     def is_unwanted(self, num_open: int) -> bool:
-        """Return whether the next request should go elsewhere, given this node's open requests."""
+        """Return whether the node is ejected, or is a canary that already has an open request."""
         if self.state is HealthState.CANARY:
             return num_open > 0
         return self.state is HealthState.EJECTED
@@ -94,9 +95,9 @@ class NodeHealth:
         """Note a failed attempt; too many of them eject the node.
 
         Args:
-            partner: engine id of the other node, if the other node may be to blame. Failures
-                between two nodes count against this one only with several partners. Empty: only
-                this node is to blame.
+            partner: engine id of the other node, if that node may be to blame. Failures with a
+                partner count only after failures with several partners. Empty: only this node is to
+                blame.
         """
         if self.state is HealthState.EJECTED:
             return
@@ -114,7 +115,7 @@ class NodeHealth:
         self._set(HealthState.EJECTED, pause_s)
 
     def tick(self) -> None:
-        """End a pause or the warm-up if its time is up; called once per beat interval."""
+        """End a pause or the warm-up when its time is up; called once per beat interval."""
         now = self._clock()
         if self.state is HealthState.SERVING and now > self._until + LONGEST_PAUSE_S:
             self._num_pauses = 0

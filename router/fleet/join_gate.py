@@ -21,17 +21,17 @@ from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
 
 MAX_NODES = 4096
-# Most bytes of registrations, which hold what nodes tell their peers: some kB per node.
+# Most bytes of all registrations; each holds what a node tells its peers, some kB.
 MAX_KEPT_BYTES = 96 * 2**20
 MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
-# Joins per address: a burst for a whole cluster that returns, then a steady rate.
+# Joins per address: a burst that suffices for a whole cluster that returns, then a steady rate.
 JOIN_BURST, JOINS_PER_S = 2048.0, 20.0
 MAX_ADDRESSES = 1024
 MAX_EXPELLED = 4096
 
 
 class JoinGate:
-    """Decide for one router which nodes may join now.
+    """Decides for one router which nodes may join now.
 
     Args:
         clock: returns monotonic seconds.
@@ -39,7 +39,8 @@ class JoinGate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Address -> (joins left, time of that number); the address that joined last is at the end.
+        # Address -> (joins left, when this number was computed); the address that joined last is at
+        # the end.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._expelled: OrderedDict[str, None] = OrderedDict()  # engine ids
 
@@ -56,7 +57,7 @@ class JoinGate:
     def obstacle(
         self, registration: NodeRegistration, nodes: Iterable[Node], address: str = ""
     ) -> str:
-        """Return why a node may not join now, though perhaps later; empty if it may.
+        """Return why a node may not join now; empty if it may join. The node may retry later.
 
         Args:
             nodes: nodes that have joined.
@@ -101,6 +102,6 @@ class JoinGate:
 
 
 def is_same_process(one: NodeRegistration, other: NodeRegistration) -> bool:
-    """Return whether two registrations come from one process: their secret keys are equal."""
+    """Return whether two registrations come from one process, which has one secret key."""
     keys = one.process_key, other.process_key
     return one.engine_id == other.engine_id and all(keys) and hmac.compare_digest(*keys)

@@ -1,4 +1,4 @@
-"""LostNodes: records which nodes left without being told to, when, and which of them died.
+"""LostNodes: records which nodes left unexpectedly, when, and which of them died.
 
 A lost node is not always dead: links break and recover, and processes stall and continue.
 
@@ -7,7 +7,7 @@ A lost node is not always dead: links break and recover, and processes stall and
     nothing comes back for a while                 the node died
 
 Operators see the nodes that did not come back; `Suspects` counts the deaths. `LostNodes` knows no
-node that is here.
+node that is joined now.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.link.words import NodeRegistration, NodeRole
 SHOWN_S = 300.0
 MAX_SHOWN = 256
 MAX_LOSSES = 1024
-# A process that stood still, or lost its link, for longer than this counts as dead.
+# A process that was stopped or unlinked for longer than this many seconds counts as dead.
 RETURN_S = 15.0
 
 
@@ -39,7 +39,7 @@ class Fate(Enum):
 
 @dataclass(slots=True, eq=False)
 class Loss:
-    """One node that left without being told to. Only `LostNodes` changes it.
+    """The loss of one node, which left unexpectedly. Only `LostNodes` changes this object.
 
     Attributes:
         at: time of the loss, by the pool's clock.
@@ -55,7 +55,7 @@ class Loss:
 
 
 class LostNodes:
-    """Remember the nodes that one router lost.
+    """Remembers the nodes that one router lost.
 
     Args:
         clock: returns monotonic seconds.
@@ -67,16 +67,16 @@ class LostNodes:
     ) -> None:
         self._clock = clock
         self._return_s = return_s
-        self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # oldest first
+        self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # undecided losses, oldest first
         self._missing: dict[str, tuple[float, NodeRegistration]] = {}  # by name, oldest first
 
     def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:
-        """Record a node that left without being told to, unless its open loss is recorded."""
+        """Record a node that left unexpectedly, unless its loss is recorded and still undecided."""
         if not any(one.engine_id == engine_id for one in self._losses if self._is_open(one)):
             self._losses.append(Loss(self._clock(), engine_id, node_name, num_open))
 
     def note_joined(self, engine_id: str, node_name: str) -> None:
-        """Settle open losses: the joined process lives, the name's earlier processes are dead."""
+        """Decide open losses: the joined process lives, its name's earlier processes died."""
         for loss in self._losses:
             if self._is_open(loss):
                 if loss.engine_id == engine_id:
@@ -85,12 +85,12 @@ class LostNodes:
                     loss.fate = Fate.DEAD
 
     def fate(self, loss: Loss) -> Fate:
-        """Return the fate of a lost node as known now."""
+        """Return the fate of a lost node, as far as it is known now."""
         is_late = self._clock() >= loss.at + self._return_s
         return Fate.DEAD if loss.fate is Fate.OPEN and is_late else loss.fate
 
     def lost_since(self, at: float) -> list[Loss]:
-        """Return the losses since then; nodes that came back are left out."""
+        """Return the losses since ``at``, without those of nodes that came back."""
         return [one for one in self._losses if one.at >= at and one.fate is not Fate.RETURNED]
 
     @property
@@ -112,12 +112,15 @@ class LostNodes:
             del self._missing[next(iter(self._missing))]
 
     def forget(self, name: str) -> None:
-        """Forget a node of this name that is back or not awaited; do nothing if unknown."""
+        """Forget a lost node of this name, because it is back or not expected.
+
+        Ignore unknown names.
+        """
         self._missing.pop(name, None)
 
     @property
     def missing(self) -> list[NodeRegistration]:
-        """Nodes that left in the last minutes without being told to, and did not come back."""
+        """Nodes that left unexpectedly in the last minutes and did not come back."""
         oldest = self._clock() - SHOWN_S
         self._missing = {name: item for name, item in self._missing.items() if item[0] > oldest}
         return [registration for _, registration in self._missing.values()]

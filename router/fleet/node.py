@@ -1,6 +1,7 @@
-"""Node: one joined node, with its link, its open legs, and its load as the router knows it.
+"""Node: one joined node, with its link, its open legs, and the load that the router counts.
 
-A node's deltas go to the attempts that wait for them. Knows no other nodes.
+A leg is one node's part of an attempt. The node passes deltas to the attempts that wait for them.
+Refuses to know: other nodes.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from router.fleet.health import NodeHealth
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 
-# A prefill node is stalled if it made no progress for STALLED_S, and for STALLED_FACTOR times its
-# queued work.
+# A prefill node is stalled if it made no progress for `STALLED_S`, and for `STALLED_FACTOR` times
+# the seconds of its queued work.
 STALLED_S, STALLED_FACTOR = 5.0, 10.0
-# A thread looks stuck if its round lasts this many times longer than the node's longest round so
-# far. Rounds above `LONGEST_ROUND_S` do not count as the longest.
+# A thread looks stuck if its round lasts this many times longer than the longest earlier round of
+# the node. Rounds above `LONGEST_ROUND_S` do not count as the longest.
 ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
 
 
-# A node that missed this many beats is silent, and is blamed when its peers' work with it fails.
-# A little later it is either heard again or declared lost.
+# A node that missed this many beats is silent, and is blamed if its peers' work with it fails. A
+# little later, it either sends beats again or is declared lost.
 SILENT_BEATS = 2
-# Attempts of a lost node that end in one round of the event loop: more would block others.
+# Attempts of a lost node that end in one round of the event loop: more would block other requests.
 LEGS_AT_ONCE = 64
 
 
@@ -63,13 +64,16 @@ class LegDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class LegReader(Protocol):
-    """Receives an attempt's deltas from nodes. Must not wait: a link serves many attempts."""
+    """Receives an attempt's deltas from nodes.
+
+    Its methods must not wait: a link serves many attempts.
+    """
 
     def on_leg_delta(self, item: LegDelta) -> None:
         """Handle a delta of any kind."""
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """Take a token that comes without anything else, by far the most frequent case."""
+        """Handle a token that comes without other data, by far the most frequent case."""
 
 
 def num_bytes_of(registration: NodeRegistration) -> int:
@@ -80,10 +84,10 @@ def num_bytes_of(registration: NodeRegistration) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegWork:
-    """Hold what an attempt asks of a node, in tokens; see `Account`.
+    """The work that an attempt asks of a node, in tokens; see `Account`.
 
     Attributes:
-        num_tokens: tokens that the request may come to hold on a decode node; on a prefill node,
+        num_tokens: on a decode node, most tokens that the request may hold; on a prefill node,
             tokens to compute.
         max_tokens: tokens to decode within ``timeout_s``; 0: none.
         arrives_s: seconds until the prompt's KV is expected.
@@ -112,7 +116,7 @@ class Node:
 
     Attributes:
         send: puts a command on the node's link.
-        hang_up: ends the link; a node that is alive dials again.
+        hang_up: ends the link; a living node dials again.
         reports: the node's reports about its peers, by the peer's engine id.
         load: the load that policies read; only this node and its pool write there. Set when the
             node joins, like ``health`` and ``clock``.
@@ -121,11 +125,11 @@ class Node:
         clock: returns monotonic seconds.
         is_stuck: whether a thread of the node makes no progress although the node sends beats.
         replies: the node's answers to operators.
-        identity: entries that decide which tokens the node's model makes.
+        identity: entries that identify the model that the node runs.
         address: remote address of the node's link, without the port.
         num_bytes: size of the node's registration.
-        changes_weights: whether an operator made it change its weights: it drains, leaves, and
-            joins again.
+        changes_weights: whether an operator told the node to change its weights: the node drains,
+            leaves, and joins again.
     """
 
     registration: NodeRegistration
@@ -181,7 +185,7 @@ class Node:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the node has said nothing for some beats."""
+        """Return whether the node has sent nothing for some beat intervals."""
         return self.num_missed_beats > SILENT_BEATS + 1
 
     @property
@@ -191,7 +195,7 @@ class Node:
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; called once per beat interval."""
         load = self.load
-        if self.beat.num_waiting_for_adapters:  # the engine is well: requests wait for files
+        if self.beat.num_waiting_for_adapters:  # requests wait for adapter files
             load.note_stalled()
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")
@@ -261,7 +265,7 @@ class Node:
             self.load.note_computed(leg.account)
 
     def close_leg(self, epoch: int) -> None:
-        """Drop later deltas of an attempt; do nothing if it is closed already."""
+        """Close an attempt's leg and drop its later deltas; do nothing if it is already closed."""
         leg = self.legs.pop(epoch, None)
         if leg is not None:
             self.health.note_open(len(self.legs))
@@ -286,7 +290,7 @@ class Node:
         """Pass an engine step's rows and deltas to their attempts."""
         legs, role = self.legs, self.registration.role
         is_decode = role is NodeRole.DECODE
-        # A node sent the columns, so their lengths are not trusted.
+        # A node sent these columns, so their lengths may be wrong.
         rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)
         for epoch, output_index, token_id in rows:
             leg = legs.get(epoch)

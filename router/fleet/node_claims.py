@@ -1,4 +1,4 @@
-"""Node claims: checks that what a node says of itself and of its requests is possible.
+"""Node claims: checks that a node's messages about itself and its requests are possible.
 
 A joined node may be broken, of another version, or hostile. An impossible value ends its link with
 an error of one line before any code uses the value. Whether a possible value is likely is not
@@ -34,15 +34,18 @@ MAX_NAME_CHARS = 256  # most characters of node names, engine ids, addresses, ve
 MAX_WHY_CHARS = 1024
 _NAME = f"must have at most {MAX_NAME_CHARS} printable characters"
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
-MAX_REGISTRATION_PARTS = 2**10  # three per compatibility entry, plus the other fields
+MAX_REGISTRATION_PARTS = 2**10  # three texts per compatibility entry, plus the other fields
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
 MAX_RANKS = 2**10
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_STEP_TIMES = 16
 MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
-MAX_TEXT_CHARS = 2**16  # longest text of an error or of a peer's problem
-MAX_KV_HASHES = 2**17  # per message; Baton's nodes send half of that at most
+# Most characters of an error, or of a peer's problem, per message; Baton's nodes send at most half
+MAX_TEXT_CHARS = 2**16
+# Most requests that a node may report. Real nodes have fewer: each running request holds a block,
+# and routers limit waiting requests.
+MAX_KV_HASHES = 2**17
 # Most requests that a node may report. Real nodes have fewer: each running request holds a block,
 # and routers limit waiting ones.
 MAX_REQUESTS = 2**24
@@ -62,7 +65,7 @@ class Vocabulary:
 
 
 def registration_problem(registration: NodeRegistration) -> str:
-    """Return what is impossible in a registration; empty if all is possible."""
+    """Return which claim in a registration is impossible; empty if all are possible."""
     names = {
         "node_name": registration.node_name,
         "engine_id": registration.engine_id,
@@ -99,7 +102,7 @@ def registration_problem(registration: NodeRegistration) -> str:
         value = getattr(registration, field)
         if not least <= value <= most:
             return f"{field}: must be {least} to {most}, got {value}"
-    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # false for NaN
+    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # refuses NaN, too
         return (
             f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
             f"got {registration.kv_bytes_per_token:g}"
@@ -119,7 +122,7 @@ def _step_times_problem(step_times: Sequence[StepTime]) -> str:
                 f"step_times: num_tokens must rise and be 1 to {MAX_MODEL_LEN}, "
                 f"got {one.num_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # false for NaN
+        if not 0 < one.seconds <= MAX_SECONDS:  # refuses NaN, too
             return f"step_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
         num_before = one.num_tokens
     return ""
@@ -136,13 +139,16 @@ def _decode_times_problem(decode_times: Sequence[DecodeTime]) -> str:
                 f"decode_times: num_context_tokens must be 0 to {MAX_MODEL_LEN}, "
                 f"got {one.num_context_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # false for NaN
+        if not 0 < one.seconds <= MAX_SECONDS:  # refuses NaN, too
             return f"decode_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
     return ""
 
 
 def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: Vocabulary) -> str:
-    """Return what is impossible in an event, or "". Takes a few passes over columns, in C."""
+    """Return which claim in an event is impossible, or "".
+
+    Takes a few passes over columns, in C.
+    """
     match event:
         case StepDeltas():
             return _rows_problem(event, vocabulary) or _deltas_problem(event.deltas, vocabulary)
@@ -226,7 +232,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s
-        # The tokens of a preempted request may count several times; `NodeLoad` bounds the number.
+        # The tokens of a preempted request may count several times; `NodeLoad` limits the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:
@@ -237,7 +243,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
             return f"decode: push.transport: {_NAME}"
         if len(decode.why_drafts) > MAX_WHY_CHARS or not decode.why_drafts.isprintable():
             return f"decode: why_drafts: must have at most {MAX_WHY_CHARS} printable characters"
-    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # false for NaN
+    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # refuses NaN, too
         return f"receipt: times must be at most {MAX_SECONDS:.0f} s"
     return ""
 
@@ -255,7 +261,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"
     for field in ("stalled_s", "longest_round_s", "adapter_load_s"):
-        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # false for NaN
+        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # refuses NaN, too
             return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
     if not _is_name(beat.stalled_thread):
         return f"stalled_thread: {_NAME}"
@@ -265,7 +271,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
 
 
 def _report_problem(report: PeerReport) -> str:
-    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # false for NaN
+    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # refuses NaN, too
         return (
             f"bandwidth_bytes_per_s: must be 0 to {MAX_RATE:g}, "
             f"got {report.bandwidth_bytes_per_s:g}"

@@ -55,8 +55,8 @@ from router.fleet.served_identity import ServedIdentity
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_CHARS = 1024  # most characters kept of a node's report on a peer
-# Nodes hang up on a router that is silent for about a second. After a stall of `HELD_UP_S`, this
-# router expects such hang-ups for another `HELD_UP_FOR_S`.
+# Nodes hang up on a router that is silent for about a second. After it stalled for `HELD_UP_S`,
+# this router expects such hang-ups for another `HELD_UP_FOR_S`.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
@@ -65,24 +65,24 @@ class NodePool:
 
     Args:
         own_identity: entries of `model_identity` known from the router's own folder. Nodes with
-            another ``model`` are refused; nodes that differ otherwise do not serve.
+            another ``model`` are refused; nodes with other differences join but do not serve.
         max_model_len: most tokens of one request, by the model; nodes may allow fewer.
         max_missed_beats: a node is lost if it misses more beats than this in a row.
-        eligibility: predicates; a node gets new requests only while all are true. After a result
-            changes, call `note_eligibility_change`.
+        eligibility: predicates; a node gets new requests only while all of them are true. Call
+            `note_eligibility_change` after a result changes.
         may_self_prefill: whether decode nodes may compute prompts.
         engine_timeout_s: a node is stuck if one of its threads stays in one round for this long,
             and much longer than in any round before.
         vocab_size: size of the model's vocabulary; a node that sends larger token ids is removed.
         clock: returns monotonic seconds.
         router_id: id of the router; None: a random one.
-        gate: decides which nodes may join now; None: a gate of this pool's own. Pools of one router
-            share a gate.
+        gate: decides which nodes may join now; None: make a new gate. Pools of one router share a
+            gate.
 
     Attributes:
         router_id: distinguishes this router's requests from other routers'.
         prefix_index: which nodes have which prompts in their prefix caches.
-        lost_nodes: nodes that went away by themselves.
+        lost_nodes: nodes that left unexpectedly.
         gate: decides which nodes may join now.
         identity: decides which identity of the nodes' models is served.
         rollout: decides which revisions get requests, and their shares.
@@ -112,7 +112,8 @@ class NodePool:
         self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
-        # Longest request of the latest fleet; before the first fleet, the model's limit.
+        # Length of the longest request that the latest fleet can take; before the first fleet, the
+        # model's limit.
         self._max_model_len = max_model_len
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
@@ -125,8 +126,9 @@ class NodePool:
         self._engine_timeout_s = engine_timeout_s
         self._counted_at: float | None = None  # when missed beats were last counted
         self._held_up_until = -math.inf
-        self._fleet: Fleet | None = None  # None: made at the next read
-        self._prompt_fleet: Fleet | None = None  # as above
+        self._fleet: Fleet | None = None  # the fleet; None: computed at the next read
+        # The fleet for pooled prompts; None: computed at the next read
+        self._prompt_fleet: Fleet | None = None
         self._missing_since: float | None = None  # None: computed at the next read
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
@@ -144,7 +146,7 @@ class NodePool:
     def can_load_adapter(self, digest: str) -> bool:
         """Return whether joined nodes of each role have an adapter or can load it.
 
-        A role without nodes counts as able: requests wait for its nodes in any case.
+        A role without nodes counts as able to load: requests wait for the role's nodes anyway.
         """
         takes = {
             node.registration.role
@@ -162,7 +164,7 @@ class NodePool:
     def max_model_len(self) -> int:
         """Longest request, in tokens, that some pair of serving nodes can take.
 
-        Keeps the last known value while no pair exists. Nodes without a pair do not count.
+        While no pair exists, the last known value remains. Nodes without a pair do not count.
         """
         if self.fleet:
             self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
@@ -181,7 +183,7 @@ class NodePool:
 
     @property
     def lost(self) -> list[NodeRegistration]:
-        """Nodes that left in the last minutes without being told to, and did not come back."""
+        """Nodes that left unexpectedly in the last minutes and did not come back."""
         return self.lost_nodes.missing
 
     @property
@@ -191,9 +193,9 @@ class NodePool:
 
     @property
     def may_encode_images(self) -> bool:
-        """Return whether prompts may have images: a node encodes them, or such a node may come.
+        """Return whether prompts may have images, because a node encodes images or may join later.
 
-        False if only nodes that encode no images have joined so far.
+        False if all nodes that have joined so far cannot encode images.
         """
         return self._has_had_encoders or not self._roles_seen
 
@@ -203,7 +205,7 @@ class NodePool:
         return NodeRole.PREFILL in self._roles_seen
 
     def awaited_until(self, return_s: float) -> float:
-        """Return until when a node that completes a pair may return; -inf if none may.
+        """Return until when a node that completes a pair may return; -inf if none is expected.
 
         Args:
             return_s: how long calls wait for a crashed node, or one that changes its weights.
@@ -239,7 +241,10 @@ class NodePool:
         return self
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Return why a node can never join; empty if it can. `gate` decides when it may."""
+        """Return why a node can never join; empty if it can.
+
+        `gate` decides whether it may join now.
+        """
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
         problem = protocol_problem(registration.protocol) or registration_problem(registration)
@@ -258,7 +263,8 @@ class NodePool:
     def add_node(self, node: Node) -> None:
         """Add a node that the gate lets in, and introduce it to its peers.
 
-        Its earlier link may still be listed: a node may notice a break before the router does.
+        The node's earlier link may still be listed: a node may notice a broken link before the
+        router does.
         """
         for old in self.nodes:
             if node.name == old.name or node.engine_id == old.engine_id:
@@ -299,7 +305,7 @@ class NodePool:
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # else the node hung up because this router stalled; it lives
+            if not self._is_held_up:  # the node hung up because this router stalled; the node lives
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -352,7 +358,8 @@ class NodePool:
                 self.gate.expel(node.engine_id)
                 self.remove(node, "was removed by an operator", on_purpose=True)
                 self._review_identity(left=node.identity)
-                node.send(DrainCommand(stop=True))  # a node that still reads its link stops cleanly
+                # A node that still reads its link stops in an orderly way
+                node.send(DrainCommand(stop=True))
                 node.hang_up()
                 return node.registration
         for lost in self.lost:
@@ -376,7 +383,7 @@ class NodePool:
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
-            # The first missed beat does not count, because it may be on its way.
+            # The first missed beat does not count, because the beat may be on its way.
             if node.num_missed_beats > self._max_missed_beats + 1:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
@@ -398,9 +405,9 @@ class NodePool:
         node.hang_up()
 
     def on_event(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
-        """Handle a node's event; if it is impossible and was not checked before, hang up."""
+        """Handle a node's event; hang up if the event is impossible."""
         if self._nodes.get(node.engine_id) is not node:
-            return  # removed, but its link has not ended yet
+            return  # the node was removed, but its link has not ended yet
         problem = "" if is_checked else event_problem(node.registration, event, self.vocabulary)
         if problem:
             self.hang_up(node, problem)
@@ -434,10 +441,11 @@ class NodePool:
         was_draining, had = node.is_draining, node.beat.adapters
         node.load.note_beat(beat)
         if beat.adapters != had:
-            self._wake_waiting()  # a call may wait for a free adapter slot
+            self._wake_waiting()  # a call may be waiting for a free adapter slot
         self._watch_progress(node)
         if node.is_draining:
-            node.send(DrainSeen())  # with every beat, because the node may have served in between
+            # With every beat, because the node may have served requests since the last beat
+            node.send(DrainSeen())
         if node.is_draining is not was_draining:
             logger.info("%s is %s", node.name, beat.serving_state.value)
             self._review_identity()
@@ -509,7 +517,7 @@ class NodePool:
     def why_no_pair(
         self, num_tokens: int = 1, adapter: str = "", *, has_images: bool = False
     ) -> str:
-        """Return one line that tells a client why no pair can take this many tokens.
+        """Return one line that tells a client why no pair of nodes can take this many tokens.
 
         Args:
             adapter: digest of the adapter that the pair must have or load; empty: none.
@@ -530,7 +538,10 @@ class NodePool:
         )
 
     def why_no_prompt_node(self, num_tokens: int, adapter: str = "") -> str:
-        """Return one line that tells a client why no prefill node can take a prompt; see above."""
+        """Return one line that tells a client why no prefill node can take a prompt.
+
+        See `why_no_pair`.
+        """
         nodes = self._of(NodeRole.PREFILL)
         if not nodes:
             return "no prefill node has joined the router"

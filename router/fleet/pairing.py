@@ -15,7 +15,10 @@ MAX_SAID_CHARS = 128
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Return the first entry that differs and so forbids pairing two nodes; empty if none."""
+    """Return the first entry in which two nodes differ so that they cannot be paired.
+
+    "" if none.
+    """
     keys = one.compatibility.keys() | other.compatibility.keys()
     # Compare the revision first, because it may be why other entries differ.
     for key in sorted(keys, key=lambda key: (key != REVISION, key)):
@@ -29,13 +32,13 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _short(said: str | None) -> str:
-    """Shorten a node's text: a report with this text is kept for each pair of nodes."""
+    """Shorten a text from a node, because a report is kept for each pair of nodes."""
     text = str(said)
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
 def introduce(node: Node, peers: Iterable[Node]) -> None:
-    """Tell a node that joined and its compatible peers about each other."""
+    """Tell a joined node about its compatible peers, and these peers about the node."""
     for other in peers:
         problem = incompatibility(node.registration, other.registration)
         if problem:
@@ -60,15 +63,16 @@ def are_peers(one: Node, other: Node) -> bool:
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
     """Count compatible pairs that are not connected.
 
-    A pair is down if one end reports that it cannot reach the other, or left without being told
-    to. A lost node reports nothing and its peers forget it, so lost nodes are counted by role.
+    A pair is down if one end reports that it cannot reach the other, or if one end left
+    unexpectedly. A lost node reports nothing and its peers forget it, so lost nodes are counted by
+    role.
     """
     nodes = list(nodes)
     down = set()
     for node in nodes:
         is_prefill = node.registration.role is NodeRole.PREFILL
         for engine_id, report in node.reports.items():
-            # Reports on incompatible nodes have no engine id.
+            # Reports on incompatible nodes contain no engine id.
             if report.engine_id and not report.connected:
                 ends = (node.engine_id, engine_id)
                 down.add(ends if is_prefill else ends[::-1])

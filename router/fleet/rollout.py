@@ -1,4 +1,4 @@
-"""Rollout: decides which revisions of nodes get requests, and what share. Knows no request.
+"""Rollout: decides which revisions of nodes get requests, and which share. Knows no request.
 
     revision    nodes started with one --revision; only nodes of one revision are paired
     complete    a prefill and a decode node of the revision may get requests and reach each other
@@ -31,7 +31,7 @@ from router.fleet.load.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 64  # most revisions without nodes that are remembered, undone ones not counted
+MAX_REMEMBERED = 64  # most remembered revisions without nodes, not counting undone ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RevisionView:
 
 
 class Rollout:
-    """Divide requests among the revisions of one base model's nodes.
+    """Divides requests among the revisions of one base model's nodes.
 
     Args:
         clock: returns monotonic seconds.
@@ -103,7 +103,7 @@ class Rollout:
         complete = {name: part for name, part in parts.items() if part.prefills}
         serving = {name: complete[name] for name in complete if name not in self._undone}
         serving = serving or complete
-        if not serving:  # only decode nodes, of any revision
+        if not serving:  # there are only decode nodes, of any revision
             return fleet
         self._parts = serving
         if len(serving) == len(names):
@@ -121,8 +121,8 @@ class Rollout:
     def choose(self, session_id: str = "") -> Fleet | None:
         """Return the fleet of the revision whose turn it is, or None for a single revision.
 
-        Requests of one session stay with a revision while its share allows, because their prefix is
-        cached there.
+        Requests of one session stay with a revision as long as its share permits, because their
+        prefix is cached on its nodes.
         """
         if len(self._parts) <= 1:
             return None
@@ -152,7 +152,7 @@ class Rollout:
         shares = _shares_of_capacity(self._parts)
         if self._held is not None:
             held = {name: self._held.get(name, 0.0) for name in shares}
-            if sum(held.values()) > 0:  # 0: no revision with a frozen share is here
+            if sum(held.values()) > 0:  # 0 if no revision with a frozen share is here
                 shares = held
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}
@@ -177,7 +177,9 @@ class Rollout:
         self._held, self._shares_at = dict(shares), -math.inf
 
     def undo(self, revision: str | None = None) -> str:
-        """Place nothing new on a revision while another is complete; `resume` ends this.
+        """Place nothing new on a revision while another revision is complete.
+
+        `resume` reverts this.
 
         Args:
             revision: name of the revision; None: the newest one.
@@ -195,7 +197,7 @@ class Rollout:
         return name
 
     def resume(self) -> None:
-        """Let traffic follow capacity again, and undo no revision."""
+        """Let shares follow capacity again, and allow all undone revisions again."""
         self._undone.clear()
         self._held, self._shares_at = None, -math.inf
 
@@ -243,7 +245,10 @@ def _decode_capacity(node: NodeLoad) -> float:
 
 
 def _of_session(session_id: str, shares: Mapping[str, float]) -> str:
-    """Choose a session's revision by weighted rendezvous hashing: few sessions move with shares."""
+    """Choose a session's revision by weighted rendezvous hashing.
+
+    Few sessions move when shares change.
+    """
 
     def score(name: str) -> float:
         digest = hashlib.blake2b(f"{session_id}\0{name}".encode(errors="surrogatepass"))

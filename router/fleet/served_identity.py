@@ -5,9 +5,9 @@
     the last node of an identity drains or is removed            another identity may serve
     the last node of an identity was lost                        the router waits for its return
 
-So nodes that join by mistake or too early get no request, and nodes with new weights start once the
-old ones have drained. For `SETTLE_S` after the first join, an identity with more nodes replaces one
-with fewer, so the order of joins after a restart does not matter.
+So nodes that join by mistake or too early get no request, and nodes with new weights serve once the
+old nodes have drained. For `SETTLE_S` after the first join, an identity with more nodes replaces
+one with fewer, so the order of joins after a restart does not matter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTLE_S = 2.0
 
 
 class ServedIdentity:
-    """Choose the served identity of one base model.
+    """Chooses the served model identity of one base model.
 
     Args:
         own: entries known from the base model's folder; ``weights`` only if it has them.
@@ -40,7 +40,7 @@ class ServedIdentity:
 
     Attributes:
         served: the served identity, even while its nodes are lost; None before the first.
-        num_changes_total: how often the served identity was replaced by another one.
+        num_changes_total: how often the served identity was replaced by another.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,8 +48,8 @@ class ServedIdentity:
         self.num_changes_total = 0
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
-        self._settled_at = math.inf  # infinite before the first join
-        self._is_given_up = False  # the last node of `served` drained or was removed
+        self._settled_at = math.inf  # when the first node joined; infinite before
+        self._is_given_up = False  # whether the last node of `served` drained or was removed
 
     @property
     def own(self) -> Mapping[str, str]:
@@ -57,18 +57,18 @@ class ServedIdentity:
         return self._own
 
     def admits(self, node: Node) -> bool:
-        """Return whether a node has the identity that is served."""
+        """Return whether a node's model identity is the served one."""
         return node.identity == self.served
 
     def follow_nodes(self) -> None:
-        """Stop requiring the weights of the router's folder: an operator changes nodes' weights.
+        """Accept nodes with other weights than the router's folder: an operator changes weights.
 
         Otherwise the first node with the folder's weights would replace the nodes with new ones.
         """
         self._own.pop("weights", None)
 
     def problem(self, node: Node) -> str:
-        """Return why a node may not serve, with the entry that differs; empty if it may."""
+        """Return why a node may not serve, naming the entry that differs; empty if it may serve."""
         if self.admits(node):
             return ""
         theirs = dict(node.identity)
@@ -81,7 +81,9 @@ class ServedIdentity:
         return "nothing is served yet"
 
     def review(self, nodes: Iterable[Node], *, left: Identity | None = None) -> bool:
-        """Choose again after a node joined, left or began to drain; return whether this changed it.
+        """Choose again after a node joined, left or began to drain.
+
+        Return whether the choice changed.
 
         Args:
             nodes: nodes that have joined.

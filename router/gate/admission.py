@@ -5,9 +5,9 @@
                requests go by (priority, arrival)
             -> begins
 
-Under overload, requests wait or are refused here, where their order is known, and not on a node or
-in a hand-off. `Capacity` says how much the nodes can take, `FairQueue` which request is next, and
-the routing policy which nodes take it.
+Under overload, requests wait or are refused here, where their order is known, instead of on a node
+or in a hand-off. `Capacity` tells how much work the nodes can take, `FairQueue` chooses the next
+request, and the routing policy chooses its nodes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from router.gate.fair_queue import FairQueue
 from router.gate.rate_limits import Rate, RateLimits
 from router.gate.ticket import Ticket
 
-# How often waiting requests check for room on the nodes.
+# Seconds between two checks for room on the nodes while requests wait.
 _PUMP_INTERVAL_S = 0.005
-# Plan requests with this margin: without a margin, half of the requests would finish late.
+# Factor by which planned times are extended: without a margin, half of the requests would finish
+# late.
 _MARGIN = 1.15
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 
@@ -41,7 +42,7 @@ class AdmissionState:
     """The state of the gate as operators see it.
 
     Attributes:
-        expected_wait_s: expected time to first token of a request that comes now.
+        expected_wait_s: expected time to first token of a request that arrives now.
         num_refused: refused requests since the start, by reason.
     """
 
@@ -91,16 +92,16 @@ class Admission:
         find_cached_tokens: Callable[[], int] = int,
         needs_decode: bool = True,
     ) -> AsyncIterator[Ticket]:
-        """Wait for the request's turn; inside the context the request counts as begun.
+        """Wait for the request's turn; while the context lasts, the request counts as begun.
 
         Args:
             request_id: id for `withdraw`.
             timeout_s: seconds until the request's deadline.
             priority: order among the tenant's requests; smaller ones begin first.
             principal: the caller.
-            find_cached_tokens: returns how many of the prompt's tokens some node has cached; called
-                only if needed.
-            needs_decode: whether a decode node continues the prompt.
+            find_cached_tokens: returns how many of the prompt's tokens are cached on some node;
+                called only if needed.
+            needs_decode: whether a decode node continues after the prefill node.
 
         Raises:
             OverloadedError: the request is refused; the error says when to retry.
@@ -114,7 +115,7 @@ class Admission:
         num_kv_tokens = num_prompt_tokens
         if needs_decode:
             num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
-        # Requests without a tenant compete with nobody, so their cost does not matter.
+        # Requests without a tenant compete with no other tenant, so their cost does not matter.
         num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
             request_id=request_id,
@@ -178,7 +179,7 @@ class Admission:
         self._queue.note_first_token(ticket)
 
     def check_key(self, principal: Principal) -> None:
-        """Raise OverloadedError if the caller's limits allow no request now; counts nothing."""
+        """Raise OverloadedError if the caller's limits allow no request now. Counts nothing."""
         limit = principal.limits.max_open_requests or self.options.max_open_requests_per_client
         num_open = self._of_key[principal.name]
         if principal.name and limit and num_open >= limit:
@@ -186,7 +187,7 @@ class Admission:
         self._check_rates(principal, 1)
 
     def charge(self, principal: Principal) -> None:
-        """Count a request that goes to no node, such as tokenization, as one token.
+        """Count a request that is not sent to a node, such as tokenization, as one token.
 
         Raises OverloadedError if the caller's limits allow no request now.
         """

@@ -1,7 +1,7 @@
 """Capacity: how much work all nodes together can take now, and when they can take more.
 
 The estimate comes from the nodes' load and speed (`NodeLoad`). `Capacity` sees requests only as
-token counts, and does not know which node will get one.
+token counts, and does not know which node a request will get.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 from router.gate.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDOW_S
 
-# Share of each decode node's KV kept free for growing outputs; twice as much for other tenants.
+# Share of each decode node's KV cache that is kept free for growing outputs; doubled to leave room
+# for other tenants.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)
-# Underestimated waits change the bias more than overestimated ones, because deadlines matter.
+# Underestimated waits change the bias more than overestimated waits, because deadlines matter.
 _BIAS_UP, _BIAS_DOWN = 0.1, 0.02
-_LEAST_WAIT_S = 0.5  # shorter waits do not show how good the estimate is
+_LEAST_WAIT_S = 0.5  # waits shorter than this many seconds do not show how good an estimate is
 
 
 class Capacity:
@@ -54,11 +55,11 @@ class Capacity:
         self.bias = 1.0
 
     def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
-        """Return whether some pair can take a request now; True if no pair exists.
+        """Return whether some pair can take a request now; also True if no pair exists.
 
         Args:
             shares: whether to leave room to other tenants, so that their next request need not
-                wait: queue only enough to keep prefill nodes busy, and keep some KV free.
+                wait: then queue only enough work to keep prefill nodes busy, and keep some KV free.
         """
         fleet = self._fleet()
         if not fleet:
@@ -70,7 +71,7 @@ class Capacity:
         return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
 
     def has_time(self, *, shares: bool = False) -> bool:
-        """Return whether a prefill node can take a pooled prompt now, which needs no decode node.
+        """Return whether a prefill node can take a pooled prompt, which needs no decode node, now.
 
         True if no such node exists.
 
@@ -106,8 +107,8 @@ class Capacity:
         """Return the seconds until more requests, given as sums, have their first tokens.
 
         Args:
-            last: prompt tokens of one more request behind them, which the wait includes; a single
-                node computes its prompt.
+            last: prompt tokens of one more request behind the others, whose wait is included; one
+                node computes its whole prompt.
         """
         fleet = self._fleet()
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
@@ -119,7 +120,7 @@ class Capacity:
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
         num_held = max(room - num_free, 1.0)
-        # A decode node frees all that it holds about once per mean residence time.
+        # On average, a decode node frees all its KV once per mean residence time.
         room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
         last_s = base + per_token * last if last else 0.0
         return self.bias * (max(prefill_s, room_s, 0.0) + last_s)
@@ -131,7 +132,8 @@ class Capacity:
             return 0.0
         lately = decodes[0].shared
         num_tokens = min(max_tokens, lately.long_output_tokens)
-        # An output is resident from its second token, for which it may wait a step, to its last.
+        # An output occupies the node from its second token, for which it may wait a step, to its
+        # last.
         return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
 
     def note_wait(self, estimated_s: float, actual_s: float) -> None:
@@ -144,7 +146,7 @@ class Capacity:
 
 
 def _level(queues_s: list[float], work_s: float) -> float:
-    """Return when all queues are done if new work always goes to the shortest queue.
+    """Return the time when all queues are empty if new work always goes to the shortest queue.
 
     Nodes with queues longer than the result get no new work and do not count, because a node
     may report an arbitrarily long queue.
@@ -173,7 +175,7 @@ def _room(node: NodeLoad) -> int:
 
 
 def _left_s(node: NodeLoad, now: float) -> float:
-    """Return the seconds until a prefill node is idle, less the done part of its first prompt."""
+    """Return the seconds until a prefill node is idle, without its first prompt's done part."""
     begun_s = max(now - node.prefill_progress_at, 0.0)
     return node.prefill_queue_s - min(begun_s, node.prefill_front_s)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from router.gate.ticket import Ticket, charge_of
 
-# A tenant without requests for this long is inactive; other tenants leave no room for it.
+# A tenant without requests for this many seconds is inactive; other tenants leave no room for it.
 ACTIVE_S = 60.0
 _MAX_STALE = 64  # stale heap entries allowed beyond the number of live entries
 
@@ -46,7 +46,7 @@ class _Flow:
         heads: heap with the first request to begin on top; entries whose turn is None are stale.
         tails: heap with the last request to begin on top.
         charge: sum of the charges of the requests that wait.
-        outstanding: charges of requests that began and have no first token yet.
+        outstanding: charges of begun requests that have no first token yet.
         num_open: requests that wait, or began and have not ended.
         entry: sort key among tenants; None while nothing waits.
         seen_at: time of the tenant's last request.
@@ -96,7 +96,8 @@ class FairQueue:
     def __init__(self) -> None:
         self.num_requests = self.num_prompt_tokens = self.num_kv_tokens = 0
         self.virtual_time = 0
-        self._flows: OrderedDict[str, _Flow] = OrderedDict()  # in order of their last requests
+        # Tenants in the order of their last requests
+        self._flows: OrderedDict[str, _Flow] = OrderedDict()
         # Heap of (entry, tenant) for tenants with waiting requests; other entries are stale.
         self._order: list[tuple[tuple[int, int, int], str]] = []
         self._outstanding = 0
@@ -167,7 +168,7 @@ class FairQueue:
         self._reorder(flow)
 
     def note_first_token(self, ticket: Ticket) -> None:
-        """Note that a begun request needs no prefill node any more; may be repeated."""
+        """Note that a begun request no longer needs a prefill node; may be called again."""
         if not ticket.has_first_token:
             ticket.has_first_token = True
             flow = self._flows[ticket.tenant]
@@ -200,7 +201,7 @@ class FairQueue:
     # ------------------------------------------------------------------ among tenants
 
     def last(self, newcomer: Ticket) -> Ticket:
-        """Return the request that a full queue drops: the last one of the tenant with most work."""
+        """Return the request that a full queue drops: the last of the tenant with most work."""
         own = self._flows.get(newcomer.tenant)
         own_end = self._start_of(own) + newcomer.charge + (own.charge if own else 0)
         waiting = [flow for flow in self._flows.values() if flow.num_requests and flow is not own]
@@ -241,8 +242,8 @@ class FairQueue:
     def leaves_room(self, ticket: Ticket, now: float) -> bool:
         """Return whether a request's tenant must leave room to others before it begins.
 
-        It must if other tenants were active recently and it has at least its fair share of the work
-        queued on prefill nodes.
+        The tenant must leave room if other tenants were active recently, and it has at least its
+        fair share of the work queued on prefill nodes.
         """
         flow = self._flows.get(ticket.tenant)
         if flow is None or not flow.outstanding:
@@ -261,7 +262,7 @@ class FairQueue:
         return flow.start if flow.num_requests else max(flow.start, self.virtual_time)
 
     def _seen(self, ticket: Ticket) -> _Flow:
-        """Return a tenant's flow; drop a flow of a tenant that was inactive for long."""
+        """Return a tenant's queue; also drop the queue of one long inactive tenant."""
         now = ticket.arrived_at
         flow = self._flows.get(ticket.tenant)
         if flow is None:

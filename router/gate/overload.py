@@ -1,4 +1,4 @@
-"""Overload: how close the router is to its limits, and what it therefore refuses.
+"""Overload: how close the router is to its limits, and which requests it refuses.
 
     normal -> shed (less urgent requests are refused, connections are not kept open)
            -> critical (all requests are refused; health, operators and nodes are served)
@@ -22,13 +22,13 @@ from baton.api.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 
-HOLD_S = 2.0  # how long signals must stay low before the level falls
-_WELL_BELOW = 0.9  # below this share of a threshold a signal is low
+HOLD_S = 2.0  # seconds for which signals must stay low before the level falls
+_WELL_BELOW = 0.9  # share of a threshold below which a signal is low
 _RETRY_DELAY_S = 2.0
 
 
 class Level(IntEnum):
-    """How much the router refuses."""
+    """Levels of overload, which decide what the router refuses."""
 
     NORMAL = 0
     SHED = 1
@@ -56,8 +56,9 @@ class Threshold:
         return f"{value:.2f} {self.unit}" if self.unit else f"{100 * value:.0f} %"
 
 
-# The lag is in seconds and counts if it persists; other signals are shares of the process's limits.
-# Only connections with a request at work count, because idle ones make way for new ones.
+# The lag is in seconds, and counts only if it lasts; other signals are shares of the process's
+# limits. Only connections with a request in progress count, because idle connections make way for
+# new ones.
 THRESHOLDS: Mapping[str, Threshold] = {
     "loop_lag": Threshold(0.5, 2.0, "s"),
     "descriptors": Threshold(0.85, 0.95),
@@ -105,7 +106,7 @@ class Overload:
     _num_changes: int = field(default=0, init=False)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Take new values of some signals and update the level; other signals keep theirs."""
+        """Set new values of some signals and update the level; other signals keep their values."""
         self._values.update(values)
         level, reason = self._worst(1.0)
         if level >= self.level:
@@ -143,7 +144,7 @@ class Overload:
         )
 
     def _worst(self, share: float) -> tuple[Level, str]:
-        """Return level and reason if all thresholds are multiplied by ``share``."""
+        """Return the level, and its reason, with all thresholds multiplied by ``share``."""
         levels = {
             name: self.thresholds[name].level(value / share) for name, value in self._values.items()
         }

@@ -22,7 +22,7 @@ _MAX_KEYS = 65_536  # with more keys, the oldest bucket is forgotten
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The current state of one limit of a key.
+    """The current state of one rate limit of an API key.
 
     Attributes:
         limit: amount allowed per minute.
@@ -46,7 +46,7 @@ class _Bucket:
 
 
 class RateLimits:
-    """The buckets of all keys that called one router.
+    """The buckets of all API keys that called one router.
 
     Args:
         clock: returns monotonic seconds.
@@ -57,7 +57,7 @@ class RateLimits:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     def check(self, principal: Principal, num_tokens: int = 1) -> None:
-        """Raise OverloadedError with a retry delay unless a request of this size may begin."""
+        """Raise OverloadedError with a retry delay if a request of this size may not begin now."""
         limits = principal.limits
         for kind, per_minute, wanted in _kinds(limits, num_tokens):
             bucket = self._bucket(principal.name, kind, per_minute)
@@ -68,7 +68,7 @@ class RateLimits:
                 raise error
 
     def charge_limits(self, principal: Principal, num_tokens: int) -> None:
-        """Take a request's amount from its key's buckets."""
+        """Subtract a request's amount from the buckets of its key."""
         for kind, per_minute, wanted in _kinds(principal.limits, num_tokens):
             self._bucket(principal.name, kind, per_minute).level -= wanted
 
@@ -76,7 +76,7 @@ class RateLimits:
         """Return unused tokens; a negative number takes more.
 
         Args:
-            begun: whether the request began; if not, the request itself is given back too.
+            begun: whether the request began; if not, its count as a request is given back, too.
         """
         for kind, per_minute, amount in _kinds(principal.limits, num_tokens):
             if kind == TOKENS or not begun:

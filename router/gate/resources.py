@@ -1,4 +1,4 @@
-"""Measure which shares of its limits the router's process uses."""
+"""Measures which shares of its limits the router's process uses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _limit_in(file: Path) -> int:
 
 
 def _share_of_descriptors(may_open: int) -> float:
-    """Return the share of descriptors in use; 1 if none is left to count with."""
+    """Return the share of descriptors in use; 1 if none is left for counting them."""
     try:
         return num_descriptors() / may_open
     except OSError:
@@ -78,5 +78,5 @@ async def watch_resources(
             await lag.look()
             overload.note({"loop_lag": lag.lag_s, "connections": connections_in_use()})
         overload.note({"descriptors": _share_of_descriptors(may_open)})
-        with contextlib.suppress(OSError):  # no descriptor may be left for reading
+        with contextlib.suppress(OSError):  # no file descriptor may be left for reading
             overload.note({"memory": resident_bytes() / may_use})

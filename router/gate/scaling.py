@@ -33,7 +33,8 @@ class ScalingSignal:
     Attributes:
         pressure: pressure of the busiest node; 1 means at its target. At most `MOST`.
         num_nodes: nodes that have joined or were lost recently.
-        demand: pressure times nodes; divided by the target pressure, the number of nodes needed.
+        demand: pressure times number of nodes; divided by the target pressure, this is the number
+            of nodes needed.
     """
 
     pressure: float
@@ -64,7 +65,7 @@ class ScalingSignals:
         self._options = options or ScalingOptions()
         self._queue_s = queue_s
         self._clock = clock
-        self._busy: dict[str, float] = {}  # by engine id: smoothed share of time with work
+        self._busy: dict[str, float] = {}  # smoothed share of time with work, by engine id
         self._ticked_at = clock()
 
     def tick(self) -> None:
@@ -78,10 +79,10 @@ class ScalingSignals:
             if node.registration.role is NodeRole.PREFILL:
                 before = self._busy.get(node.engine_id, 0.0)
                 busy[node.engine_id] = before + part * (_has_prompts(node.load) - before)
-        self._busy = busy  # without nodes that left
+        self._busy = busy  # drop nodes that left
 
     def signal(self, role: NodeRole) -> ScalingSignal | None:
-        """Return a role's signal; None if no node serves, because unknown does not mean idle."""
+        """Return a role's signal; None if no node serves, because its load is then unknown."""
         nodes = [node for node in self._pool.nodes if node.registration.role is role]
         serving = [node for node in nodes if self._pool.is_eligible(node)]
         num_lost = sum(lost.role is role for lost in self._pool.lost)
@@ -103,7 +104,7 @@ class ScalingSignals:
         if not load.has_beat:
             return 0.0
         in_use = 1 - load.beat.num_free_blocks / load.num_blocks
-        if load.beat.num_waiting:  # the node has no room for its requests
+        if load.beat.num_waiting:  # the node has no room for the requests that were placed on it
             in_use = max(in_use, 1.0) + load.beat.num_waiting / max(load.beat.num_running, 1)
         # The step time is known only while requests decode.
         step_s = load.step_base_s if load.num_batch and load.step.num_measured else 0.0

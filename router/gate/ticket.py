@@ -17,20 +17,20 @@ class Ticket:
         request_id: the request's scoped id.
         tenant: the tenant in whose queue the request waits.
         weight: weight of the client's API key.
-        order: (priority, arrival); smaller first.
+        order: (priority, arrival); the smaller one begins first.
         num_prompt_tokens: length of the prompt.
         num_kv_tokens: tokens of KV that the request is expected to hold.
         num_uncached_tokens: prompt tokens expected to be computed.
         needs_decode: whether a decode node continues the prompt.
         num_tokens_used: actual cost of the request in tokens; None until known.
         expires_at: the request's deadline, by the loop's clock.
-        is_charged: whether the request's turn came and the tenant was charged.
+        is_charged: whether the tenant was charged, because the request's turn came.
         leaves_room: whether the tenant must leave room to others.
         began_at: when the request began, by the loop's clock; None while it waits.
         has_first_token: whether token 1 is known; the request then needs no prefill node.
         expected_wait_s: time to first token estimated at arrival; 0 if the request began at once.
         bias: correction factor that ``expected_wait_s`` contains.
-        turn: done when the wait is over; None if the request does not wait.
+        turn: future that is done when the wait is over; None if the request does not wait.
         refusal: error with which the request was taken out of the queue.
     """
 
@@ -79,7 +79,7 @@ class Ticket:
     def note_cost(self, receipt: Receipt) -> None:
         """Set the actual cost: prompt tokens computed for the request plus its output tokens.
 
-        Until a node reports how many prompt tokens it computed, the expected number counts.
+        Until a node reports how many prompt tokens it computed, the expected number is used.
         """
         prefill, decode = receipt.prefill, receipt.decode
         num_computed = self.num_uncached_tokens
@@ -93,5 +93,5 @@ class Ticket:
 
 
 def charge_of(num_tokens: int, weight: float) -> int:
-    """Return the charge for tokens: thousandths of a token per weight, exact as an integer."""
+    """Return the charge for tokens: thousandths of a token over the weight, as an integer."""
     return max(round(1000 * num_tokens / weight), 1)

@@ -41,7 +41,7 @@ class CacheSalts:
         """Return the salt of a principal's prompts; empty without tenants.
 
         Args:
-            word: a client's own word; prompts with other words are kept apart. A word can only
+            word: a client's own word; prompts with different words share no blocks. A word can only
                 narrow sharing, because the result also depends on the principal's salt.
         """
         if principal.cache_group:

@@ -1,6 +1,6 @@
 """Changing lines: lines that some clients change in every prompt although no model needs them.
 
-Such a line leads the prompt, so a prefix cache would never find anything after it.
+A changing line stands at the prompt's start, so a prefix cache would find no block after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 # Patterns at the beginning of a system message.
 _RULES = (
-    re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),  # sent by Claude Code, with a hash
+    # A line with a hash that Claude Code sends
+    re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),
 )
 
 

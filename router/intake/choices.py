@@ -21,7 +21,8 @@ from router.intake.intake import Intake
 from router.intake.prompt_reader import Prompt
 
 MAX_OUTPUTS = 1024
-# Most bytes of images in the commands of one request: each output's command has all its images.
+# Most bytes of images in the commands of one request: the command of each output contains all
+# images.
 MAX_IMAGE_BYTES = 128 * 2**20
 
 Item = TypeVar("Item")
@@ -54,8 +55,8 @@ async def accept_choices(
     """Return the checked calls of all outputs, grouped by prompt.
 
     Output i (from 0) of a prompt equals the output of a request with seed + i, as in `engine.LLM`;
-    with beams, it is the prompt's best output but i.
-    The first call has the request's id; the others get ``-1``, ``-2`` and so on appended.
+    with beams, output i is the prompt's output of rank i. The first call has the request's id; the
+    others get ``-1``, ``-2`` and so on appended.
 
     Args:
         params: the sampling parameters; ``n`` is the number of outputs per prompt.
@@ -84,11 +85,12 @@ async def accept_choices(
             ]
             continue
         calls.append(checked)
-        for index in range(1, params.n):  # the first call's checks are enough
+        for index in range(1, params.n):  # checking the first call is enough
             of_choice = dataclasses.replace(checked.sampling_params, seed=choice_seed(seed, index))
             name = choice_request_id(request_id, len(calls))
             calls.append(dataclasses.replace(checked, request_id=name, sampling_params=of_choice))
-        await asyncio.sleep(0)  # let other tasks run between prompts: tokenizing many takes long
+        # Let other tasks run between prompts, because tokenizing many prompts takes long
+        await asyncio.sleep(0)
     return calls
 
 
@@ -100,7 +102,7 @@ async def merge_streams(
     The buffer holds at most one item per stream. Ending the iteration ends all streams. The first
     error of a stream ends the others and is raised.
     """
-    if len(streams) == 1:  # the usual case, which needs no task and no queue
+    if len(streams) == 1:  # one stream, the usual case, needs no task and no queue
         async with contextlib.aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item

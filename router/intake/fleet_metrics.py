@@ -26,11 +26,11 @@ from router.gate.scaling import ScalingSignals
 
 PREFIX = "baton_router"
 Source = TypeVar("Source")
-MAX_ADAPTERS = 1024  # most pairs of a name and an adapter; those used longest ago leave the page
+MAX_ADAPTERS = 1024  # most pairs of a name and an adapter; the pairs used longest ago are dropped
 
 
 class Collected(Collector):
-    """Collect the metric families that a function returns for its source, at each scrape."""
+    """Collects the metric families that a function returns for its source, at each scrape."""
 
     def __init__(self, collect: Callable[[Source], Iterable[Metric]], source: Source) -> None:
         self._collect = partial(collect, source)
@@ -55,7 +55,7 @@ def make_family(
 
 def collect_revisions(pool: NodePool) -> Iterable[Metric]:
     """Collect the nodes' revisions and their shares of new requests."""
-    fleet = pool.fleet  # first, because making the fleet updates the rollout
+    fleet = pool.fleet  # make the fleet first, because this updates the rollout
     views = list(pool.rollout.view((node.load for node in pool.nodes), fleet))
     shares = (([view.name], view.share) for view in views)
     text = "Share of new requests that a revision of the nodes gets."
@@ -70,15 +70,15 @@ def collect_revisions(pool: NodePool) -> Iterable[Metric]:
 
 
 class AdapterCollector(Collector):
-    """Collect what adapters computed, and how many nodes have each one in memory.
+    """Collects what adapters computed, and how many nodes have each adapter in memory.
 
     Args:
-        pool: has the nodes; None: there are none.
+        pool: has the nodes; None: no nodes are counted.
     """
 
     def __init__(self, pool: NodePool | None) -> None:
         self._pool = pool
-        self._used: OrderedDict[tuple[str, str], list[int]] = OrderedDict()  # requests and tokens
+        self._used: OrderedDict[tuple[str, str], list[int]] = OrderedDict()  # (requests, tokens)
 
     def note_finished(self, receipt: Receipt) -> None:
         """Count a finished request by its name and adapter."""

@@ -16,7 +16,8 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 
 MAX_REMEMBERED = 1024
-# How long a refusal is remembered: not for ever, because a busy machine may cause one.
+# Seconds for which a refusal is remembered. Not for ever, because a busy machine may cause a
+# refusal.
 REFUSED_FOR_S = 60.0
 
 
@@ -74,13 +75,14 @@ class GrammarChecks:
         if len(self._checks) > MAX_REMEMBERED:
             self._checks.popitem(last=False)
         try:
-            # The trial goes on for others if one caller goes away.
+            # If one caller leaves, the trial continues for other callers.
             await asyncio.shield(check.trial)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.field, error.problem) from None
 
     async def _try(self, structured_output: StructuredOutput, caller: str) -> None:
-        # Check again; only the error matters, because nodes compile the grammar themselves.
+        # Check the result again; only its error matters, because nodes compile the grammar
+        # themselves.
         await self._trials.run(structured_output, caller=caller)
 
     def close(self) -> None:
@@ -97,6 +99,6 @@ def _digest(structured_output: StructuredOutput, caller: str) -> bytes:
 
 
 def _take_notice(trial: asyncio.Task[None]) -> None:
-    """Read a trial's error, or asyncio would log it when no caller waits any more."""
+    """Read a trial's error: asyncio would log it if no caller waits any more."""
     if not trial.cancelled():
         trial.exception()

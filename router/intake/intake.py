@@ -51,7 +51,7 @@ MAX_CACHE_WORD_CHARS = 256
 
 
 class Intake:
-    """Turn requests into calls, and their tokens into text.
+    """Turns requests into calls, and their tokens into text.
 
     Args:
         dispatcher: runs the calls.
@@ -179,7 +179,7 @@ class Intake:
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
     ) -> Call:
         principal = terms.principal
-        self.check_terms(terms, request_id)  # before any expensive work
+        self.check_terms(terms, request_id)  # check this before any expensive work
         await self._dispatcher.turns.wait_for_turn()
         read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
@@ -249,7 +249,7 @@ class Intake:
                                 self._dispatcher.note_ttft(call)
                             yield delta
                             continue
-                        # Count here, because nodes see no text and so no stop strings.
+                        # Count stop strings here: nodes see no text and so no stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = answer.shown(delta.receipt)

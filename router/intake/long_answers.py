@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from baton.api.outputs import TextDelta, count_logprobs
 
-MAX_LOGPROBS_HERE = 500  # takes a millisecond or two
+MAX_LOGPROBS_HERE = 500  # logprobs that are built at once, which takes a millisecond or two
 
 T = TypeVar("T")
 
 
 class LongAnswers:
-    """Run one thread; more threads would take too much interpreter time from the event loop."""
+    """Runs one thread; more threads would keep the GIL from the event loop for too long."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "long-answers")

@@ -37,7 +37,7 @@ from router.intake.fleet_metrics import (
     make_family,
 )
 
-MAX_PAIRS = 2048  # all pairs on one page would block the event loop
+MAX_PAIRS = 2048  # most pairs on the page: all pairs would block the event loop
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -46,7 +46,7 @@ _NUM_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 _NODE_STATES = ("ready", "joined", "draining", "ejected", "not_serving", "lost")
 
 
-# Per finished request: name, help text, buckets.
+# Name, help text and buckets of each histogram over finished requests.
 _OF_REQUEST = (
     (
         "time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_S,
@@ -78,7 +78,7 @@ _OF_REQUEST = (
 _VLLM_NAMES_OF_REQUESTS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
-    "time_per_output_token_seconds": "inter_token_latency_seconds",  # an older name
+    "time_per_output_token_seconds": "inter_token_latency_seconds",  # an older name of the metric
     "request_time_per_output_token_seconds": "inter_token_latency_seconds",
     "e2e_request_latency_seconds": "request_seconds",
     "request_queue_time_seconds": "queue_seconds",
@@ -214,7 +214,7 @@ class RouterMetrics:
 
     @contextmanager
     def running(self) -> Iterator[RequestRecord]:
-        """Count an accepted request as open inside the block, and at its end by outcome."""
+        """Count an accepted request as open while the context lasts, and then by its outcome."""
         record = RequestRecord()
         self._open.inc()
         try:
@@ -223,7 +223,7 @@ class RouterMetrics:
             record.outcome = status_name(error).lower()
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            raise  # cancelled, or finished but not read to the end
+            raise  # the request was cancelled, or finished but not read to the end
         except BaseException:
             record.outcome = "internal"
             raise

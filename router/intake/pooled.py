@@ -1,7 +1,7 @@
 """PooledRequests: embeddings, scores and labels, as all public APIs serve them.
 
-A request has many inputs. Each is a call of its own, so the gate, placing and retries treat it like
-any other prompt; only a few of a request's calls run at once.
+A request has many inputs. Each input becomes a separate call, which the gate, placement and retries
+treat like any other prompt. Only a few of a request's calls run at once.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from router.intake.texts import ChatPrompt
 
 MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 2**20  # most tokens of a request's inputs together
-MAX_NUMBERS = 2**21  # numbers in a response: 8 MiB as float32
+MAX_NUMBERS = 2**21  # most numbers in a response: 8 MiB as float32
 _AT_ONCE = 64  # calls of one request that wait or run at the same time
-# Nothing is sampled; these parameters only end a call with its prompt.
+# Parameters without effect: nothing is sampled, they only end a call after its prompt.
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0, seed=0)
 
 Text = str | Sequence[int]
@@ -162,7 +162,8 @@ class PooledRequests:
         asked = [*queries] * len(documents) if len(queries) == 1 else queries
         instruction = instruction or prompt_before(setup, None)
         prompts = await self._tokenize(
-            # Made one by one: a long query in each of 2048 texts would fill the memory.
+            # Texts are made one by one: 2048 texts that each contain a long query would fill the
+            # memory.
             (self._pair(*pair, instruction) for pair in zip(asked, documents, strict=True)),
             fields[1],
             len(documents),
@@ -193,7 +194,8 @@ class PooledRequests:
             num_tokens = one.num_prompt_tokens + other.num_prompt_tokens
             num_cached = one.num_cached_tokens + other.num_cached_tokens
             scores.append(Score(cosine(one.vector, other.vector), num_tokens, num_cached))
-            await asyncio.sleep(0)  # let other tasks run: long vectors take long together
+            # Let other tasks run, because comparing many long vectors takes long
+            await asyncio.sleep(0)
         return Pooled(scores, of_queries.receipts + of_documents.receipts)
 
     async def classify(
@@ -281,7 +283,7 @@ class PooledRequests:
         orders = ((), range(len(calls))) if params.needs_all_rows else find_leaders(prompts)
         for order in orders:
             await self._run_some(calls, order, accepted_at, found)
-        # After a change of the nodes' weights, compute again what the old weights computed.
+        # If the nodes' weights changed meanwhile, repeat the calls that the old weights computed.
         newest = next(reversed(found.values())).receipt.weights
         old = [place for place, one in found.items() if one.receipt.weights != newest]
         await self._run_some(calls, old, accepted_at, found)
@@ -352,7 +354,7 @@ def _check_one_version(receipts: Sequence[Receipt]) -> None:
 
 
 async def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result]) -> Pooled[Result]:
-    """Return all results; let other tasks run between them, as two million numbers take long."""
+    """Return all results; let other tasks run in between, because two million numbers take long."""
     results = []
     for one in found:
         results.append(make(one))

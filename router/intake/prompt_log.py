@@ -11,7 +11,7 @@ from router.calls.call import Call
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 2000
-_MAX_TOKENS = 2000  # tokens decoded to get MAX_CHARS characters
+_MAX_TOKENS = 2000  # tokens that are decoded to get `MAX_CHARS` characters
 
 
 class PromptLog:
@@ -34,7 +34,7 @@ class PromptLog:
 
 
 class OutputLog:
-    """Collect an output, and log it when its last piece comes."""
+    """Collects an output, and logs it when its last piece arrives."""
 
     def __init__(self, ids: dict[str, str]) -> None:
         self._ids = ids

@@ -31,7 +31,8 @@ from router.intake.images.image_reader import ImageFile, ImageReader, check_mark
 from router.intake.text_options import TextOptions
 from router.intake.texts import ChatPrompt, Texts, fork_texts
 
-_DECODED_AT_ONCE = 1024  # tokens per piece: some milliseconds, with any vocabulary
+# Tokens per piece: decoding a piece takes some milliseconds, with any vocabulary
+_DECODED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
     if tokenizer is None or not may_fork():
         return EarlyReaders(tokenizer)
     texts = grammars = None
-    with contextlib.suppress(OSError):  # without resources; `PromptReader.start` reports the error
+    # No resources to fork; `PromptReader.start` reports the error
+    with contextlib.suppress(OSError):
         texts = fork_texts(tokenizer)
         grammars = fork_trials(folder)
     return EarlyReaders(tokenizer, texts, grammars)
@@ -107,7 +109,8 @@ class PromptReader:
     """Read prompts with one checkpoint's tokenizer.
 
     Args:
-        tokenizer: the checkpoint's tokenizer; None: it has none, and only token ids are served.
+        tokenizer: the checkpoint's tokenizer; None: the checkpoint has none, and only token ids are
+            served.
         admission: has the callers' rate limits.
         max_model_len: returns the most tokens of a request now.
         vocab_size: size of the model's vocabulary.
@@ -183,7 +186,7 @@ class PromptReader:
 
     @property
     def image_marker(self) -> str:
-        """Text that stands for an image in prompts; empty: the model takes no images."""
+        """Text that represents an image in prompts; empty: the model takes no images."""
         return self.images.layout.marker if self.images is not None else ""
 
     def image_reader(self, field: str) -> ImageReader:

@@ -24,13 +24,14 @@ from baton.text.call_arguments import read_arguments
 from baton.text.tokenizer import Tokenizer
 from router.intake.images.image_reader import ImageFile
 
-# Longer texts go to a worker: tokenizing them takes longer than the way there and back.
+# Longer texts go to a worker process: tokenizing them takes longer than sending them there and
+# back.
 SHORT_TEXT_CHARS = 4_000
 MAX_MESSAGES = 8_192
 MAX_TOOLS = 1_024
 # Most bytes of a prompt's tools and options; templates may render them shorter.
 _MAX_EXTRA_BYTES = 2**16
-_MAX_CHAR_BYTES = 6  # longest form of a character in JSON: "\\u0007"
+_MAX_CHAR_BYTES = 6  # most bytes of a character in JSON: "\\u0007"
 _TEXT, _BARE_TEXT, _CHAT, _PAIR = b"t", b"b", b"c", b"p"
 
 
@@ -65,7 +66,8 @@ class Texts:
     Args:
         tokenizer: the checkpoint's tokenizer.
         max_model_len: most tokens of a request; sets the workers' limits.
-        early: a template forked by `fork_texts`; None: none.
+        early: a template process forked by `fork_texts`; None: worker processes are started without
+            it.
     """
 
     def __init__(
@@ -96,7 +98,8 @@ class Texts:
         """
         await self._workers.wait_ready()
         hello = ChatPrompt([{"role": "user", "content": "hello"}])
-        with contextlib.suppress(InvalidRequestError):  # for example without a chat template
+        # For example, the checkpoint has no chat template
+        with contextlib.suppress(InvalidRequestError):
             await self.encode_chat(hello, max_model_len=self._max_model_len)
 
     async def encode(
@@ -180,13 +183,13 @@ class Texts:
         self._workers.close()
 
     def _check_num_chars(self, field: str, num_chars: int, max_model_len: int) -> None:
-        """Refuse a text that is too long for any tokenization."""
+        """Refuse a text that is too long to fit, however it is tokenized."""
         if num_chars > self._max_chars(max_model_len):
             least = math.ceil(num_chars / self._tokenizer.longest_token_chars)
             raise PromptTooLongError(field, least, max_model_len - 1)
 
     def _max_chars(self, max_model_len: int) -> int:
-        """Return the largest number of characters that could fit."""
+        """Return the most characters of a text that could fit into the model's length."""
         return max_model_len * self._tokenizer.longest_token_chars
 
     async def _run(self, field: str, frame: bytes, caller: str) -> list[int]:
@@ -200,7 +203,7 @@ class Texts:
 
 
 def check_num_messages(number: int) -> None:
-    """Raise InvalidRequestError for too many messages; a cheap check, to make first."""
+    """Raise InvalidRequestError for too many messages; cheap, so call it first."""
     _check_count("messages", number, MAX_MESSAGES)
 
 

@@ -36,7 +36,10 @@ class OwnPrompts:
         self._memory = memory or PlacementMemory(MAX_BLOCKS, LIFETIME_S)
 
     def num_tokens(self, call: Call) -> int | None:
-        """Return the prompt tokens that its tenant sent before; None if it shares no cache."""
+        """Return how many prompt tokens the call's tenant sent before.
+
+        Returns None if the tenant shares no cache.
+        """
         if not call.terms.principal.cache_group:
             return None
         self._memory.expire()
@@ -48,10 +51,11 @@ class OwnPrompts:
         return num_blocks * _KIND.block_size
 
     def note(self, call: Call) -> None:
-        """Note a prompt at its first token, when all of it was computed or found.
+        """Record a prompt at its first token, when its KV was computed or found in the cache.
 
-        Not earlier: if a tenant could claim a prompt that was not computed, the receipt of its next
-        request would reveal whether another tenant had sent this prompt.
+        A prompt must not be recorded earlier: if a tenant could record a prompt that was not
+        computed, the receipt of its next request would reveal whether another tenant had sent this
+        prompt.
         """
         if call.terms.principal.cache_group:
             self._memory.note(1, self._hashes(call))
@@ -62,7 +66,10 @@ class OwnPrompts:
 
 
 def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
-    """Return the receipt for a client that sent so many of its tokens; None: hide nothing."""
+    """Return the receipt as a client that sent ``num_own_tokens`` may see it.
+
+    None: hide nothing.
+    """
     if num_own_tokens is None:
         return receipt
     prefill, decode = receipt.prefill, receipt.decode

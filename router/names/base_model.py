@@ -36,7 +36,7 @@ class BaseModel:
     def check_nodes(self) -> None:
         """Raise NodeUnavailableError if no node is here or expected back.
 
-        Without this check a request would wait for nodes that may never come.
+        Without this check, a request would wait for nodes that may never join.
         """
         pool = self.pool
         if not pool.num_nodes and not pool.awaits_nodes(

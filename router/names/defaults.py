@@ -35,10 +35,10 @@ class NameDefaults:
         return ",".join(f"{key}={value:.12g}" for key, value in given.items())
 
     def num_tokens(self, asked: int | None, otherwise: int) -> int:
-        """Return the most tokens of an output.
+        """Return the most output tokens of a request.
 
         Args:
-            asked: number in the request; None: not set.
+            asked: number in the request; None: the request sets none.
             otherwise: default of the API.
         """
         found = asked if asked is not None else self.max_tokens

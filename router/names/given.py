@@ -66,8 +66,9 @@ def _divide_adapter(
     """Return the name, the source and the base model's name of an adapter's option.
 
     Args:
-        parents: names of base models by what stands for them; all may have equal signs.
-        first: the parent if no base model is given, and there is only one.
+        parents: names of base models, by the texts that may name them; these texts may contain
+            equal signs.
+        first: the parent if no base model is given and only one exists.
     """
     name, _, rest = entry.partition("=")
     for model in sorted(parents, key=len, reverse=True):

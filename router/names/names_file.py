@@ -1,4 +1,4 @@
-"""NamesFile: a TOML file with a table per served name; read at the start, written at changes.
+"""NamesFile: a TOML file with one table per served name; read at start, written at each change.
 
 ["chat"]
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -119,5 +119,5 @@ def _table_of(one: ServedName) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text in TOML's quotes, which are JSON's but for one character."""
+    """Return a text in TOML's quotes, which differ from JSON's in one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""ServedName: what one name stands for; plain values."""
+"""ServedName: the base model, adapter and defaults of one name, as plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from router.names.base_model import BaseModel
 from router.names.defaults import NO_DEFAULTS, NameDefaults
 
 MAX_NAME_CHARS = 256
-MAX_TEMPLATE_CHARS = 2**16  # limited, because a worker gets the template with each conversation
+# Most characters; limited because a worker gets the template with each conversation
+MAX_TEMPLATE_CHARS = 2**16
 MAX_SOURCE_CHARS = 1024
 
 

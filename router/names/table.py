@@ -1,9 +1,11 @@
-"""NameTable: the table from names to what they stand for. Each request looks its name up once.
+"""NameTable: maps each served name to its model, adapter and defaults.
+
+A request looks its name up once.
 
     a request arrives -> its name is looked up -> it carries the found values, never the name
     an operator switches a name -> a new table replaces the old one
 
-So a switch is atomic, and running requests keep the values that they began with.
+So a switch is atomic, and running requests keep the values with which they began.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class NameTable:
         return self._served[name]
 
     def find_base(self, name: str) -> BaseModel:
-        """Return the base model with this text in ``--model``, or else the base model of a name.
+        """Return the base model with this text in ``--model``, or else the base model of this name.
 
         Args:
             name: empty: the first base model.
@@ -144,7 +146,7 @@ class NameTable:
     # ------------------------------------------------------------------ for operators
 
     async def set_name(self, served: ServedName) -> None:
-        """Let a name stand for these values from now on; running requests keep theirs.
+        """Map a name to these values from now on; running requests keep their values.
 
         Raises InvalidRequestError if there are too many names, or the file cannot be written.
         """
@@ -175,10 +177,10 @@ class NameTable:
         logger.info("name %s: removed", name)
 
     async def _change(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
-        """Replace the table by the result of `make`, to the end even if the caller is cancelled.
+        """Replace the table by the result of `make`, completely even if the caller is cancelled.
 
-        A half-done change would release the lock while its write goes on: the next change's write
-        could then lose, and the file would differ from the table.
+        A cancelled change would release the lock while it is still writing. It could then overwrite
+        the next change's file, which would differ from the table.
         """
         change = asyncio.create_task(self._replace(make))
         self._changes.add(change)
@@ -186,7 +188,7 @@ class NameTable:
         await asyncio.shield(change)
 
     async def _replace(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
-        """Write the new table to the file, then put it in place of the old one."""
+        """Write the new table to the file, then replace the old table by it."""
         async with self._changing:
             served = make()
             try:

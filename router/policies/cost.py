@@ -32,12 +32,13 @@ from router.policies.cost_terms import (
 )
 from router.policies.probes import find_probe
 
-# Estimates are too inexact to decide between costs that differ less than this. Of such nodes, the
-# node that was sent the fewest tokens so far wins, so that all caches get used.
+# Estimates are too inexact to decide between costs that differ by less than this many seconds. Of
+# nearly equal nodes, the node that was sent the fewest tokens so far wins, so that all caches get
+# used.
 PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest prefill cost
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
-# Most nodes of each role, most pairs, and most cache hits that are considered.
+# Most nodes of each role, most pairs, and most cache hits that a search considers.
 MAX_NODES, MAX_PAIRS, MAX_HITS = 16, 64, 4
 NUM_EXPLAINED = 8
 
@@ -75,7 +76,7 @@ class Cost:
 
 
 class _Search:
-    """The search for one request's best places in a fleet.
+    """The search for the best places of one request in a fleet.
 
     Attributes:
         terms: the request's numbers that do not depend on the place.
@@ -193,10 +194,11 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Return the places without local places that would win but miss a deadline.
+        """Return the places, without winning local places that would miss a deadline.
 
-        For a tenant at its fair share, decode nodes with queued prompts are left out too: such a
-        request began because prefill nodes have room, and other tenants would wait behind it.
+        For a tenant at its fair share, decode nodes with queued prompts are left out too: the
+        request was admitted because prefill nodes have room, and other tenants would wait behind
+        it.
         """
         if best_pair_s == float("inf"):
             return places

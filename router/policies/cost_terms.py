@@ -16,9 +16,11 @@ from router.policies.base import Candidate, RouteQuery
 # Seconds from the last byte sent until the KV is used: the time of one message.
 LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
-# The part of a transfer that nothing hides: the last layer group of a chunk of this size.
+# A transfer overlaps with computing, except its last part: the last layer group of a chunk of this
+# many tokens.
 LAST_CHUNK_TOKENS = 2048
-# A second of slower decoding, spread over many tokens, counts less than a second before token 1.
+# Weight of a second of slower decoding: spread over many tokens, it counts less than a second
+# before token 1.
 DECODE_WEIGHT = 0.5
 # A prompt delays all prompts that come before its node is idle again. If it finds q prompts
 # queued, about q more arrive while it is computed (Little's law, random arrivals). Those delay
@@ -93,7 +95,7 @@ class CostTerms:
         return self.adapter_load_s.get(node.engine_id, 0.0)
 
     def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
-        """Return the transfer time that nothing hides: of the last chunk's last layer group."""
+        """Return the transfer time that no computing hides: the last chunk's last layer group."""
         num_bytes = min(num_missing, LAST_CHUNK_TOKENS) * self.kv_bytes_per_token
         return num_bytes / NUM_LAYER_GROUPS / bytes_per_s
 
@@ -123,7 +125,7 @@ class DecodeTerms:
 
     Attributes:
         room_s: wait until the node has room for the prompt's KV.
-        stall_s: time of the prompts queued there.
+        stall_s: seconds to compute the prompts queued on the node.
         steps_s: weighted time of the request's decode steps.
         damage_s: weighted cost to all other requests together.
     """
@@ -156,7 +158,7 @@ class Place:
         return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed))
 
 
-# ---------------------------------------------------------------- all nodes, as fast as can be
+# ---------------------------------------------------------------- all nodes, computed fast
 
 
 def prefill_costs(terms: CostTerms) -> list[float]:
@@ -192,7 +194,7 @@ def prefill_costs(terms: CostTerms) -> list[float]:
 def decode_costs(
     terms: CostTerms, nodes: Sequence[NodeLoad], places: Mapping[str, int], slowest_s: float
 ) -> list[float]:
-    """Return for each decode node the least that it adds to a pair's cost.
+    """Return, for each decode node, the least cost that it adds to a pair.
 
     Args:
         places: indexes in ``nodes``, by engine id.
@@ -214,7 +216,7 @@ def decode_costs(
     ]
     for engine_id, num_cached in terms.cached.items():
         if num_tokens - num_cached >= LAST_CHUNK_TOKENS:
-            continue  # the last chunk travels in any case
+            continue  # the last chunk is always transferred
         place = places.get(engine_id)
         if place is not None:
             num_missing = max(num_tokens - num_cached, 1)
@@ -243,7 +245,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    # The base is included, as measurements give base + tokens better than either of the two.
+    # The node's base is included, because measurements show base + tokens better than either alone.
     damage_s = terms.num_behind * compute_s
     is_measured = node.prefill.is_known
     wait_s = total_s - compute_s
@@ -290,9 +292,10 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
 
 
 def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
-    """Return the place where D computes the prompt in chunks, and others decode between chunks.
+    """Return the place where D computes the prompt in chunks, while others decode between chunks.
 
-    Each of the others waits for as long as computing takes. The prompt waits for their decodes.
+    Each other request waits while D computes the prompt. The prompt waits for the other requests'
+    decode steps.
     """
     node = decode.node
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight

@@ -1,8 +1,8 @@
 """Probes: sometimes pick a more expensive node in order to measure it again.
 
 A node that looks slow gets no prompts, so nothing corrects its estimate, which may stem from one
-bad prompt or a busy machine. So a node without prompts for long gets one prompt that is cheap
-there. The longer ago its last prompt, the more the probe may cost.
+bad prompt or a busy machine. So a node that had no prompt for a long time gets one prompt that is
+cheap there. The longer ago its last prompt, the more the probe may cost.
 
 A node that looks about as fast as the chosen one needs no probe: caches keep prompts away from it,
 not its estimate. A probe would also compute the next prompt of a conversation again.
@@ -24,13 +24,13 @@ from router.policies.cost_terms import (
 )
 
 PROBE_AFTER_S = 30.0
-# A probe may cost more than the best place: at most this share of the time since the node's last
-# prompt. This bounds the time lost to probes of one node.
+# Limit of a probe's extra cost, as a share of the time since the node's last prompt. This limits
+# the time lost to probes of one node.
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
-DEADLINE_SHARE = 0.1  # most extra cost as a share of the time until the request's deadline
-MAX_LOOKED_AT = 4  # most nodes of each role that a request looks at
-# Estimates are about this exact: only a node that looks slower by more needs a probe.
+DEADLINE_SHARE = 0.1  # most extra cost, as a share of the time until the request's deadline
+MAX_LOOKED_AT = 4  # most nodes of each role that a request considers
+# Relative error of estimates: only a node that looks slower by more than this needs a probe.
 LEAST_SLOWNESS = 1.25
 
 
@@ -59,7 +59,7 @@ def find_probe(terms: CostTerms, best: Place) -> Place | None:
 
 
 def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeLoad]:
-    """Return idle nodes without a prompt for long, from a few nodes that each request draws anew.
+    """Return idle nodes that had no prompt for long, from a few nodes that each request draws anew.
 
     Leaves out nodes that look about as fast as the node that computes the prompt at ``best``.
     """

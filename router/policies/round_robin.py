@@ -23,7 +23,7 @@ class RoundRobin:
 
 
 class _Turns:
-    """Count turns per node; a node that joins or returns starts at the current count."""
+    """Counts turns per node; a node that joins or returns starts at the current count."""
 
     def __init__(self) -> None:
         self._turns: dict[str, float] = {}  # by engine id
@@ -32,7 +32,7 @@ class _Turns:
     def next_node(self, nodes: Sequence[NodeLoad]) -> NodeLoad:
         """Return the next node. A turn counts double for a node of half the weight."""
         turns = self._turns
-        if len(turns) > 2 * len(nodes) + 16:  # most of these nodes have left
+        if len(turns) > 2 * len(nodes) + 16:  # drop counts once most of these nodes have left
             ids = {node.engine_id for node in nodes}
             self._turns = turns = {key: turn for key, turn in turns.items() if key in ids}
         next_ = min(nodes, key=lambda node: max(turns.get(node.engine_id, 0.0), self._now))

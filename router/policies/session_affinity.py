@@ -11,7 +11,7 @@ from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import LeastTokens
 
-# A node whose load exceeds the mean by this factor is passed over.
+# A node whose load exceeds the mean by this factor is skipped.
 MAX_LOAD_FACTOR = 1.25
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,8 +93,12 @@ def make_step(
     return Step(query, cache, metadata, window)
 
 
-# The library has no float32, and runs on a GPU only: the GPU suite compares it.
-WITH_LIBRARY = ("flash_attn", "flash_triton")
+# These have no float32, and run on a GPU only: test_library_attention.py has stand-ins, and the GPU
+# suite compares the libraries that are installed. "sdpa" is "cpu".
+WITH_LIBRARY = (
+    *("sdpa", "flash_attn", "flashinfer"),
+    *("sdpa_triton", "flash_triton", "flashinfer_triton"),
+)
 # tests/kernels/test_latents.py compares it: it takes no keys and values.
 OVER_LATENTS = ("triton_latents",)
 NAMES = [name for name in ATTENTION_BACKENDS.names() if name not in WITH_LIBRARY + OVER_LATENTS]
@@ -270,102 +272,7 @@ def test_without_triton_the_reference_is_chosen(monkeypatch: pytest.MonkeyPatch)
         choose_attention_backend("cuda:0", "triton")
 
 
-def test_flash_attn_is_chosen_where_its_block_sizes_allow(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hide(monkeypatch, "flash_attn", "flash_attn_interface")
-    with pytest.raises(ConfigError, match="flash_attn is not installed"):
-        choose_attention_backend("cuda:0", "flash_attn", block_size=256)
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "flash_attn.py").touch()
-    with pytest.raises(ConfigError, match="a multiple of 256 for flash_attn 2, got 16"):
-        choose_attention_backend("cuda:0", "flash_attn", block_size=16)
-    assert choose_attention_backend("cuda:0", "flash_attn", block_size=512)[0] == "flash_attn"
-    with pytest.raises(ConfigError, match=r"^attention_backend: flash_attn .* sinks$"):
-        choose_attention_backend("cuda:0", "flash_attn", block_size=512, sinks=True)
-    assert choose_attention_backend("cuda:0", "triton", sinks=True)[0] == "triton"
-    (tmp_path / "flash_attn_interface.py").touch()
-    importlib.invalidate_caches()
-    assert choose_attention_backend("cuda:0", "flash_attn", block_size=16)[0] == "flash_attn"
-
-
-def test_flash_attention_3_takes_prompts_where_it_can(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hide(monkeypatch, "flash_attn", "flash_attn_interface")
-    assert choose_attention_backend("cuda:0", half=True)[0] == "triton"
-    with pytest.raises(ConfigError, match="flash_triton cannot be used: FlashAttention-3 is not"):
-        choose_attention_backend("cuda:0", "flash_triton")
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "flash_attn_interface.py").touch()
-    importlib.invalidate_caches()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert choose_attention_backend("cuda:0", half=True)[0] == "triton"
-    with pytest.raises(ConfigError, match=r"flash_triton cannot be used: .* capability 9\.0"):
-        choose_attention_backend("cuda:0", "flash_triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_attention_backend("cuda:0", half=True)[0] == "flash_triton"
-    assert choose_attention_backend("cuda:0", half=True, sinks=True)[0] == "triton"
-    assert choose_attention_backend("cuda:0", half=True, fp8=True)[0] == "triton"
-    assert choose_attention_backend("cuda:0", half=False)[0] == "triton"
-    assert choose_attention_backend("cuda:0", "triton", half=True)[0] == "triton"
-    with pytest.raises(ConfigError, match=r"^attention_backend: flash_triton .* sinks$"):
-        choose_attention_backend("cuda:0", "flash_triton", sinks=True)
-    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: fp8 with flash_triton: it takes"):
-        choose_attention_backend("cuda:0", "flash_triton", fp8=True)
-
-
-# Stands in for FlashAttention-3, with the arguments that its flash_attn_with_kvcache has.
-LIBRARY = """
-import torch
-
-from baton_kernels import reference
-
-calls = []
-
-
-def flash_attn_with_kvcache(
-    q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale,
-    causal, window_size, softcap,
-):
-    assert causal
-    assert k_cache.shape[1] == v_cache.shape[1] == 16, "blocks come before heads"
-    assert cache_seqlens.dtype == page_table.dtype == cu_seqlens_q.dtype == torch.int32
-    calls.append(max_seqlen_q)
-    cache = torch.stack((k_cache, v_cache), dim=1).transpose(2, 3)
-    query_lens = cu_seqlens_q.diff().tolist()
-    return reference.paged_attention(
-        q, cache, page_table, query_lens, cache_seqlens.tolist(), scale=softmax_scale,
-        sliding_window=None if window_size == (-1, -1) else window_size[0] + 1,
-        soft_cap=softcap or None,
-    )
-"""
-
-
-def test_prompts_go_to_the_library_and_decodes_to_triton(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With a stand-in: who gets which step, and that the arguments say the same."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton without a GPU needs TRITON_INTERPRET=1, see tests/kernels")
-    (tmp_path / "flash_attn_interface.py").write_text(LIBRARY)
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    library = importlib.import_module("flash_attn_interface")
-    del sys.modules["flash_attn_interface"]
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", library)  # until this test's end
-    backend = ATTENTION_BACKENDS.load("flash_triton")()
-    for lens, window in ((PROMPT, None), (DECODES, None), (MIXED, 5), (DECODES, 7), (CHUNK, None)):
-        step = make_step(lens, window=window)
-        torch.testing.assert_close(step.run(backend), step.expected())
-    assert library.calls == [7, 6, 5]
-
-
-def test_fp8_goes_to_a_backend_that_takes_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_fp8_goes_to_a_backend_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_attention_backend("cpu", fp8=True) == choose_attention_backend("cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_attention_backend("cuda:0", fp8=True)[0] == "triton"
@@ -377,11 +284,6 @@ def test_fp8_goes_to_a_backend_that_takes_it(
     )
     with pytest.raises(ConfigError, match=r"^kv_cache_dtype: fp8 with triton: float8 needs a GPU"):
         choose_attention_backend("cuda:0", "triton", fp8=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "flash_attn_interface.py").touch()
-    importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=r"^kv_cache_dtype: fp8 with flash_attn: it takes"):
-        choose_attention_backend("cuda:0", "flash_attn", fp8=True)
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
@@ -393,7 +295,6 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
         return None if name in hidden else find_spec(name, package)
 
     monkeypatch.setattr("baton_kernels.attention.find_spec", find)
-    monkeypatch.setattr("baton_kernels.attention.flash.find_spec", find)
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (9, None), (None, 0.7)])

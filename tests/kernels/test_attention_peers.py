@@ -128,3 +128,13 @@ def test_a_library_that_is_wrong_is_told_of(
     monkeypatch.setattr(attention_gpu, "libraries", lambda cell: [("wrong", twice)])
     with pytest.raises(RuntimeError, match="differs from wrong by"):
         attention_gpu.measure_cell(next(attention_gpu.decode_cells("cpu")), "cpu")
+
+
+def test_backends_are_timed_over_whole_steps(attention_gpu: ModuleType) -> None:
+    """The tiny step is in float32, which libraries refuse; torch's attention takes it."""
+    (row,) = attention_gpu.measure_steps("cpu")
+    assert row["what"] == "4/2 x 64, 5 of 11"
+    assert "failed" not in row
+    assert isinstance(row["triton"], float)
+    assert isinstance(row["sdpa"], float)
+    assert "flashinfer refused" in row

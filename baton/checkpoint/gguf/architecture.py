@@ -40,7 +40,7 @@ COMMON_NAMES: Names = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-# Tensors that join the rows of several parts; they are split if an architecture does not name them.
+# Tensors that join the rows of several parts; split unless the architecture names them.
 FUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
@@ -86,7 +86,7 @@ class Keys:
         return cls(file, str(file.metadata.get("general.architecture")))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a key's value as the file has it, unchecked."""
+        """Return a key's value from the file, unchecked."""
         return self.file.metadata.get(f"{self.architecture}.{name}", default)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
@@ -137,7 +137,7 @@ class Keys:
         return count - more
 
     def has(self, part: str, layer: int = 0) -> bool:
-        """Return whether a layer has a tensor, such as `attn_q.bias`."""
+        """Return whether a layer of the file has the tensor ``part``, for example `attn_q.bias`."""
         return f"blk.{layer}.{part}" in self.file.tensors
 
     def layers_with(self, *parts: str) -> list[int]:

@@ -34,7 +34,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the content of `config.json`; raises ModelLoadError for unsupported models."""
     row, keys = architecture_of(file), Keys.of(file)
     num_heads = keys.integer("attention.head_count")
-    no_size = 1 if keys.get("expert_count") else None  # size of missing dense layers
+    # intermediate size if all layers have experts
+    no_size = 1 if keys.get("expert_count") else None
     return {
         "architectures": [row.model],
         "attention_bias": keys.has("attn_q.bias") or keys.has("attn_qkv.bias"),

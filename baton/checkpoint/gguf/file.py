@@ -77,7 +77,7 @@ class StoredTensor:
     path: Path  # the file that contains the tensor
     type_id: int  # a key of TENSOR_TYPES
     shape: tuple[int, ...]  # rows first; the file stores dimensions in reverse
-    start: int  # bytes, from the file's start
+    start: int  # offset in bytes from the file's start
     num_bytes: int
 
 
@@ -101,7 +101,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path, *, max_header_bytes: int | None = None) -> GgufFile:
-        """Read the header.
+        """Read a file's header.
 
         Args:
             max_header_bytes: most bytes of the header; None: the file's size.
@@ -179,7 +179,7 @@ class _Cursor:
 
     def _texts(self, number: int) -> list[str]:
         """Read many texts at once, because vocabularies are most of a header."""
-        self._check(number * 8)  # each text has at least a length field
+        self._check(number * 8)  # each text has at least a length of 8 bytes
         content, position, size = self.content, self.position, self._end
         length_at = struct.Struct("<Q").unpack_from
         texts = []

@@ -99,7 +99,7 @@ def _make(folder: Path, file: GgufFile) -> None:
         try:
             new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # if it is, another process was faster
+            if not folder.is_dir():  # if it exists, another process was faster
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

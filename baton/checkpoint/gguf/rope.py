@@ -91,7 +91,7 @@ def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
             "original_max_position_embeddings": _LLAMA3_LENGTH,
         }
     return {
-        "rope_type": "longrope",  # the form with a factor per frequency
+        "rope_type": "longrope",  # longrope has a factor per frequency
         "short_factor": values,
         "long_factor": values,
         "attention_factor": 1.0,

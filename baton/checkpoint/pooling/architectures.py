@@ -1,4 +1,4 @@
-"""Names of models without an output head or with labels, and of the generating models beside them.
+"""Map models without an output head, or with labels, to generating models with the same layers.
 
 A family's file describes its generating model. The same layers are also saved as ``Qwen3Model``,
 without a head, and as ``Qwen3ForSequenceClassification``, with a head for labels.
@@ -13,8 +13,8 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.families import ARCHITECTURES
 
 _MODEL, _LABELS, _TOKENS = "Model", "ForSequenceClassification", "ForCausalLM"
-# Beginnings of text networks' names -> of their generating models' names, where they differ: the
-# plain names belong to models that take images.
+# Prefix of a text network's name -> prefix of its generating model's name, where the two differ
+# because the plain name belongs to a model that takes images.
 _TEXT_NETWORKS = {"Gemma3Text": "Gemma3"}
 MAX_LABELS = 4096
 

@@ -32,7 +32,7 @@ def takes_pairs(template: str) -> bool:
 
 
 def pair_messages(query: str, document: str, instruction: str = "") -> list[Mapping[str, str]]:
-    """Return a query and a document as a conversation for such a chat template."""
+    """Return a conversation with the roles ``query`` and ``document``, for a chat template."""
     asked = [{"role": "system", "content": instruction}] if instruction else []
     pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
     return [*asked, *pair]

@@ -22,8 +22,8 @@ from baton.cli.router_access import OperatorAccess
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
-_LOAD_TIMEOUT_S = 70.0  # nodes read the adapter's files
-_UNLOAD_TIMEOUT_S = 20.0  # requests of the adapter end
+_LOAD_TIMEOUT_S = 70.0  # time for nodes to read the adapter's files
+_UNLOAD_TIMEOUT_S = 20.0  # time for requests of the adapter to end
 
 NameArgument = Annotated[str, typer.Argument(help="See `baton admin adapters list`.")]
 
@@ -152,7 +152,7 @@ def _print(found: admin_pb2.AdapterChange) -> None:
     before = f", before: {shorten_digest(found.previous)}" if found.previous else ""
     console.print(f"{escape(found.name)}: {digest}{before}")
     for node in found.nodes:
-        state = "read, and loaded when a request needs it"  # all slots are in use
+        state = "read, and loaded when a request needs it"  # all slots of the node are in use
         if any(one.digest == found.digest for one in node.adapters.adapters):
             state = "[green]loaded[/]"
         if node.problem:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from baton.v1 import admin_pb2
 
-TIMEOUT_S = 15.0  # more than the router's 10 s for nodes
+TIMEOUT_S = 15.0  # longer than the router's 10 s timeout for nodes
 _COMPLETION_TIMEOUT_S = 1.0
 
 

@@ -84,8 +84,8 @@ def remove(
 ) -> None:
     """Drain a node and end its process.
 
-    --force removes a node that does not react: it leaves at once, and can join again only after a
-    restart of its process.
+    --force removes a node that does not react: the node leaves at once, and can join again only
+    after a restart of its process.
     """
     with connection(access) as admin:
         found = admin.call("Remove", node=name, force=force)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_ENOUGH = 1000  # columns, enough for all tables
+_ENOUGH = 1000  # columns; wide enough for all tables
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 

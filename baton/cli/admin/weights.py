@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _BUSY = ("loading", "changing", "waking")
-_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # a node that changes leaves the router
+_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # errors while a changing node is away from the router
 
 NodesArgument = Annotated[
     list[str] | None,
@@ -91,8 +91,9 @@ def update(
 ) -> None:
     """Load weights on all nodes, and then let one node after the other use them.
 
-    Nothing changes unless every node has loaded and checked the same weights. The last node of each
-    role changes together with the other's, so that no role of a version is alone for long.
+    Nothing changes unless every node has loaded and checked the same weights. The last prefill node
+    and the last decode node change together, so that no version has nodes of only one role for
+    long.
     """
     deadline = time.monotonic() + timeout
     with connection(access) as admin:
@@ -209,7 +210,7 @@ def _ask(admin: AdminConnection, name: str, action: str, **fields: Any) -> admin
 
 
 def _begin_use(admin: AdminConnection, name: str, when: str) -> None:
-    """Let a node use the loaded weights; its answer may be lost, as it leaves the router."""
+    """Let a node use the loaded weights; the answer may be lost, as the node leaves the router."""
     try:
         _ask(admin, name, "USE", when=when)
     except AdminError as error:
@@ -257,7 +258,7 @@ def _drop(admin: AdminConnection, names: Sequence[str]) -> None:
 
 
 def _turns(nodes: Sequence[admin_pb2.NodeDescription]) -> list[list[str]]:
-    """Return the nodes in the order of their change: alone by turns, the last ones together."""
+    """Return groups of nodes to change in turn: single nodes, then the last ones together."""
     from baton.v1 import types_pb2
 
     prefill, decode = list[str](), list[str]()

@@ -22,7 +22,7 @@ from baton.processes.cores import usable_cores
 from baton.registry import Registry
 
 _GIB = 2**30
-_LEAST_MEMORY = 1 * _GIB  # for a node with a small model; torch alone takes a third of it
+_LEAST_MEMORY = 1 * _GIB  # bytes for a node with a small model; torch alone takes a third
 _LEAST_SHARED_MEMORY = 256 * 2**20
 _LEAST_DESCRIPTORS = 4096
 _NET = Path("/sys/class/net")

@@ -1,4 +1,4 @@
-"""`baton prefill` and `baton decode`."""
+"""`baton prefill` and `baton decode`: run one node each."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _run(role: str, options: NodeOptions) -> NoReturn:
         return _PROGRAMS.load(role)
 
     _CHECKS.load("options")(options)
-    for name, value in THREAD_VARIABLES.items():  # before torch and NumPy are loaded
+    for name, value in THREAD_VARIABLES.items():  # set before torch and NumPy are loaded
         os.environ.setdefault(name, value)
     use_one_heap()
     # Forked before torch is imported, and while this process has only one thread.

@@ -1,4 +1,4 @@
-"""`baton sim-node`."""
+"""`baton sim-node`: runs simulated nodes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
     "speculative_model", "adapter_root",
 )  # fmt: skip
-_MAX_ADAPTERS = 8  # in each node's memory, with a folder of adapters
+_MAX_ADAPTERS = 8  # slots of each node if a folder of adapters is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

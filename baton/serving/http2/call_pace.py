@@ -38,7 +38,7 @@ class CallPace:
         return True
 
     def wait_turn(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` once when it is its turn to begin or cancel a call."""
+        """Call ``begin`` once, when a turn to begin or cancel a call is free."""
         self._waiting.append(begin)
         self._start_timer()
 

@@ -30,7 +30,7 @@ _COSTS = {_SETTINGS: 32.0, _PING: 4.0}
 _TINY_DATA_BYTES, _SHORT_DATA_BYTES = 16, 256
 _SHORT_DATA_COST = 1 / 4
 _PROTOCOL_ERROR, _CANCEL = 1, 8
-_KEPT_STREAMS = 2048  # as many streams as may be open at the same time
+_KEPT_STREAMS = 2048  # ids to remember: as many as streams may be open
 
 
 class Http2Error(Exception):
@@ -167,7 +167,7 @@ class FrameGuard:
                     self.hold = Hold.CALL
                     break
                 stream = int.from_bytes(data[at + 5 : at + 9], "big")
-                if stream > self._last_stream:  # a known stream's block has trailers
+                if stream > self._last_stream:  # a block on an older stream has trailers
                     self._last_stream = stream
                     self.streams.append(stream)
                 at, block = found

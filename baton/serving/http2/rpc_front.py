@@ -217,7 +217,7 @@ class _ClientSide(asyncio.Protocol):
         self._server = None
         if self._client is not None:
             self._client.close()
-            self._at_work.close()  # idle now: cut off if it does not read the rest in time
+            self._at_work.close()  # idle now: cut off if the client does not read the rest in time
         self._front.remove(self)
 
     def abort(self) -> None:

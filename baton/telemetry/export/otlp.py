@@ -75,7 +75,7 @@ def _encode(span: Span, zero_ns: int) -> bytes:
 
 
 def _rest(span: Span, zero_ns: int) -> OtlpSpan:
-    """Return a message with those fields that few spans have."""
+    """Return a message with the fields that few spans have."""
     made = OtlpSpan(trace_state=span.context.state)
     for linked, how in span.links:
         made.links.add(

@@ -23,7 +23,7 @@ from baton.version import __version__
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 2**15  # spans; about ten megabytes
+MAX_WAITING = 2**15  # most queued spans, about ten megabytes
 # Spans in one message: encoding them blocks this process for a millisecond or two.
 _MOST_AT_ONCE = 256
 _INTERVAL_S = 0.5
@@ -67,7 +67,7 @@ class SpanExporter:
         self._told_dropped = 0
         self._has_failed = False
         self._waiting: deque[tuple[Sequence[Span], int]] = deque()
-        self._num_waiting = 0  # an estimate: threads change it without a lock
+        self._num_waiting = 0  # an estimate: threads change the count without a lock
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()

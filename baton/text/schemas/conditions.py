@@ -22,7 +22,7 @@ _TELLING = ("type", "const", "enum")
 _MAX_EXCLUDED_CHARS = 1_000
 _MAX_WAYS = 8
 _MAX_DEPTH = 8
-_MAX_SCHEMAS = 300  # in one condition; references may name one schema many times
+_MAX_SCHEMAS = 300  # most schemas in one condition; a reference may repeat a schema
 # A limiting keyword, its opposite, and the types of values that the two limit.
 _NUMBERS, _TEXTS, _LISTS = ("integer", "number"), ("string",), ("array",)
 _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -65,7 +65,7 @@ def said_beside(schema: Schema, beside: Schema) -> Schema:
 
 
 def _and(schema: Schema, ways: Sequence[Any]) -> Schema:
-    """Add alternatives to a schema, one of which a value must also fit."""
+    """Return the schema with alternatives added: a value must also fit one of them."""
     if True in ways:
         return schema
     more = ways[0] if len(ways) == 1 else {"anyOf": list(ways)}
@@ -284,7 +284,7 @@ def _other_texts(texts: Sequence[str]) -> str:
 
 
 def _behind(texts: frozenset[str]) -> str:
-    """Return a regex for the rest of a text that must not be any of the given texts."""
+    """Return a regex for all texts except the given ones."""
     firsts = sorted({text[0] for text in texts if text})
     if not firsts:
         return "(?s:.+)"

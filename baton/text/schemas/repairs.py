@@ -22,7 +22,7 @@ from baton.text.schemas.references import ANNOTATIONS
 from baton.text.schemas.rewrites import rewritten
 
 _OF_NAMES = ("properties", "$defs", "definitions", "dependentSchemas")
-_OF_THE_SAME = ("allOf", "anyOf", "oneOf")  # schemas of the same value
+_OF_THE_SAME = ("allOf", "anyOf", "oneOf")  # keywords with schemas of the same value
 _VALUES = ("enum", "const")
 # Keywords that limit values and are not enforced unless rewritten, with advice on each.
 _UNENFORCED = {
@@ -43,7 +43,7 @@ _UNENFORCED = {
 }
 _MAX_WRITTEN = 5_000  # most schemas and listed values that rewriting may add
 _MAX_PATH_CHARS = 200
-# Syntax of classes that Python's `re` and the library read differently.
+# Syntax of character classes that Python's `re` and llguidance read differently.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
 _CONTROL = "".join(map(chr, range(0x20)))
@@ -109,7 +109,7 @@ class _Repairs:
         return {
             key: self._value(key, value, f"{path}/{key}", inner)
             for key, value in schema.items()
-            if key not in ANNOTATIONS  # descriptions can be most of a schema's text
+            if key not in ANNOTATIONS  # annotations are dropped, as they can be most of a schema
         }
 
     def _value(self, key: str, value: Any, path: str, beside: Any) -> Any:
@@ -119,7 +119,8 @@ class _Repairs:
             return repair_pattern(value)
         if key in _OF_NAMES and isinstance(value, dict):
             return {name: self.repaired(one, f"{path}/{name}") for name, one in value.items()}
-        if key == "components" and isinstance(value, dict):  # OpenAPI's place for definitions
+        # OpenAPI keeps definitions in components
+        if key == "components" and isinstance(value, dict):
             return {
                 kind: self._value("$defs", ones, f"{path}/{kind}", None)
                 for kind, ones in value.items()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `baton -h` reads this file, and must not wait for the libra
     from baton.text.tokenizer import Tokenizer
 
 _PROMPT_END_TOKENS = 8
-_MAX_PROMPT_END_TOKENS = 8_192  # reading this many takes a millisecond
+_MAX_PROMPT_END_TOKENS = 8_192  # most tokens to read, which takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ class ThoughtFinder:
 
         Args:
             must_open: whether the output must begin with a thought (`Thinking`).
-            before_calls: whether the grammar after the thought is of calls in the family's form.
+            before_calls: whether the grammar after the thought describes tool calls in the family's
+                form.
         """
         marks = self._marks
         is_open, is_over = marks.place_of(self.prompt_end(prompt))

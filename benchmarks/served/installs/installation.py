@@ -222,8 +222,9 @@ class Installation:
             model, python = TOY, system.interpreter
             baton = f"{python} -m baton"
             environment |= {"PYTHONPATH": "/opt/baton/site", "BATON_NATIVE_KERNELS": system.kernels}
-            alone += ["--user", "--map-root-user"]  # with its own setting for emulated programs
-            (root / "mnt").mkdir(exist_ok=True)  # none of the unpacked packages has it
+            # a user namespace has its own binfmt_misc setting
+            alone += ["--user", "--map-root-user"]
+            (root / "mnt").mkdir(exist_ok=True)  # the unpacked packages have no folder mnt
             (root / "cpuinfo").write_text(CPUINFO, encoding="utf-8")
             emulate = f"""
                 mount -t binfmt_misc binfmt_misc {root}/mnt

@@ -80,4 +80,4 @@ class _Handler(SimpleHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Print nothing."""
+        """Print no line for a request."""

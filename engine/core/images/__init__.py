@@ -1,1 +1,4 @@
-"""Images for the scheduler: which encodings exist, and which images a step encodes. No torch."""
+"""Images in the scheduler: which encodings are cached, and which images a step encodes.
+
+No torch.
+"""

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-Holder = tuple[str, int]  # a request's id, and the first token of the image in its prompt
+Holder = tuple[str, int]  # (request id, position in the prompt of the image's first token)
 
 
 class EncoderCache:
-    """The workers' encodings, by digest. Only the scheduler writes here.
+    """The workers' encodings, by digest. Only the scheduler changes this object.
 
     Args:
-        num_tokens: most tokens of all encodings together.
+        num_tokens: most tokens (embedding rows) of all encodings together.
 
     Attributes:
         num_tokens: the argument, unchanged.
@@ -36,7 +36,7 @@ class EncoderCache:
         self._free: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __contains__(self, digest: bytes) -> bool:
-        """Return whether there is such an encoding."""
+        """Return whether an image's encoding is kept."""
         return digest in self._sizes
 
     def __iter__(self) -> Iterator[bytes]:
@@ -48,7 +48,7 @@ class EncoderCache:
         return digest in self._holders
 
     def size_of(self, digest: bytes) -> int:
-        """Return the tokens of an encoding that is kept."""
+        """Return the number of tokens of a kept encoding."""
         return self._sizes[digest]
 
     def has_room(self, num_tokens: int, kept: Iterable[bytes] = ()) -> bool:
@@ -61,7 +61,7 @@ class EncoderCache:
         return self.num_held + num_kept + num_tokens <= self.num_tokens
 
     def hold(self, digest: bytes, holder: Holder) -> bool:
-        """Keep an encoding for a request; return False if there is no such encoding."""
+        """Keep an encoding for a request; return False if it is not in the cache."""
         if digest not in self._sizes:
             return False
         if digest in self._free:
@@ -91,7 +91,7 @@ class EncoderCache:
     def release(self, digest: bytes, holder: Holder) -> None:
         """Note that a request has computed the image's tokens."""
         holders = self._holders.get(digest)
-        if holders is None or holder not in holders:  # the request has left meanwhile
+        if holders is None or holder not in holders:  # the request has left the batch meanwhile
             return
         holders.remove(holder)
         held = self._held_by[holder[0]]
@@ -104,12 +104,12 @@ class EncoderCache:
             self._free[digest] = None
 
     def release_all(self, request_id: str) -> None:
-        """Note that a request has left the batch."""
+        """Release all encodings that a request holds, as it has left the batch."""
         for digest, holder in list(self._held_by.get(request_id, ())):
             self.release(digest, holder)
 
     def remove(self, digest: bytes) -> None:
-        """Drop an encoding that the workers could not make; its holders must end."""
+        """Drop an encoding that the workers failed to make; the requests holding it must end."""
         if digest not in self._sizes:
             return
         for holder in list(self._holders.get(digest, ())):

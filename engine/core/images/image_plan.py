@@ -10,7 +10,7 @@ class PixelArray(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         name: the array's name, as the model's image processor calls it.
-        dtype: numpy's name of the numbers' type.
+        dtype: numpy dtype, by name.
         data: the numbers, in C order.
     """
 
@@ -34,12 +34,12 @@ class EncodeImage(msgspec.Struct, frozen=True):
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
-    """Replace the embeddings of some of a step's tokens by a part of an encoding.
+    """Replace some of a step's token embeddings by rows of an image's encoding.
 
     Attributes:
         rows: rows of the tokens in the step, ascending.
-        first: row of the encoding that the first of these tokens reads; the others read the rows
-            after it.
+        first: row of the encoding that replaces the first of these tokens; later tokens use the
+            rows after it.
     """
 
     digest: bytes

@@ -5,11 +5,12 @@
                                             ^ image 2 has no encoding, and the step cannot make it:
                                               the chunk ends here
 
-A chunk with tokens of an image needs the image's encoding: from the cache, or made in the chunk's
-own step. A step encodes images of a limited number of tokens. A chunk may end within an image if
-attention is causal; the encoding is held until the image's last token has been computed. If an
-image's tokens see each other, one chunk computes all of them. A cached prefix may still end within
-such an image, because its blocks were computed with the whole image; one chunk computes the rest.
+A chunk with tokens of an image needs the image's encoding, either from the cache or made in the
+chunk's step. The number of image tokens that a step encodes is limited. A chunk may end within an
+image if attention is causal; the encoding is held until the image's last token has been computed.
+If an image's tokens see each other, one chunk computes all of them. A cached prefix may still end
+within such an image, because its blocks were computed with the whole image; one chunk computes the
+rest.
 Refuses to know: tensors, how requests are chosen.
 """
 
@@ -41,7 +42,8 @@ class ImageSteps:
 
     Attributes:
         cache: the workers' encodings.
-        wanted: images whose pixel values must be made once more; the reader empties the list.
+        wanted: images whose pixel values must be made again; the code that reads the list empties
+            it.
     """
 
     def __init__(
@@ -59,20 +61,20 @@ class ImageSteps:
         self._num_tokens_left = max_encoder_tokens
         self._encodes_any = False
         self._num_open = 0  # requests with images
-        self._computed: list[tuple[bytes, tuple[str, int]]] = []  # released in the next step
+        self._computed: list[tuple[bytes, tuple[str, int]]] = []  # to be released in the next step
         # Changes since the latest plan. A scheduled step may be given up before it is planned.
         self._encode: dict[bytes, EncodeImage] = {}
         self._forget: list[bytes] = []
 
     @property
     def is_active(self) -> bool:
-        """Return whether a step may have to do with images; if not, this object can be skipped."""
+        """Return whether a step may need images; if not, callers can skip this object."""
         return bool(self._num_open or self._forget)
 
     # ------------------------------------------------------------------ requests
 
     def register(self, request: Request) -> None:
-        """Note that a request with images has come."""
+        """Register a new request with images."""
         assert request.images is not None
         self._num_open += 1
         request.images.add_user(request.request_id)
@@ -82,13 +84,13 @@ class ImageSteps:
         self.cache.release_all(request.request_id)
 
     def unregister(self, request: Request) -> None:
-        """Note that a request with images has ended."""
+        """Unregister an ended request with images."""
         assert request.images is not None
         self._num_open -= 1
         request.images.remove_user(request.request_id)
 
     def start_again(self, request: Request) -> None:
-        """Let the pixel values of a preempted request be made again, if they are gone."""
+        """Request the pixel values of a preempted request again, if they were dropped."""
         assert request.images is not None
         request.images.add_user(request.request_id)
         if request.images.awaits_pixels:
@@ -111,7 +113,7 @@ class ImageSteps:
     # ------------------------------------------------------------------ a step
 
     def begin_step(self) -> None:
-        """Begin to schedule a step; release the encodings that earlier steps have read."""
+        """Begin to schedule a step; release the encodings that earlier steps have used."""
         for digest, holder in self._computed:
             self.cache.release(digest, holder)
         self._computed.clear()
@@ -168,16 +170,19 @@ class ImageSteps:
                 self._counters.encoder_cache_hits += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
-        for index in missing:  # done last: new encodings may evict those that no request holds
+        for index in missing:  # done last: new encodings may evict encodings that no request holds
             span = images.spans[index]
             holder = (request.request_id, span.first)
-            if not self.cache.hold(span.digest, holder):  # the prompt may have an image twice
+            if not self.cache.hold(span.digest, holder):  # the prompt has the image twice
                 self._encode_image(images, index, holder)
 
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepImages | None:
-        """Return what the step does with images; None: nothing. Call once per planned step."""
+        """Return what the planned step does with images, or None if nothing.
+
+        Call once per planned step.
+        """
         placed: list[PlacedImage] = []
-        row = 0  # row in the step of the request's first token
+        row = 0  # row in the step of the request's first scheduled token
         for item in scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
             if request.images is not None:
@@ -197,7 +202,7 @@ class ImageSteps:
         """Drop encodings that the workers could not make; yield the requests that must end.
 
         Args:
-            failed: digests of these images, and why.
+            failed: why encoding failed, by the image's digest.
             requests: all requests that have not ended.
         """
         if not failed:
@@ -205,7 +210,7 @@ class ImageSteps:
         for digest in failed:
             self.cache.remove(digest)
             self._encode.pop(digest, None)
-            self._forget.append(digest)  # a step in flight may have made it once more
+            self._forget.append(digest)  # a step in flight may have encoded the image again
         for request in requests:
             for index, span in enumerate(request.image_spans):
                 if span.digest in failed and request.num_computed_tokens < span.end:
@@ -228,7 +233,7 @@ class ImageSteps:
         span = images.spans[index]
         assert images.pixels is not None, "a request without pixel values is not scheduled"
         for digest in self.cache.add(span.digest, span.num_tokens, holder):
-            if self._encode.pop(digest, None) is None:  # workers have it, or were told to make it
+            if self._encode.pop(digest, None) is None:  # workers have or will have the encoding
                 self._forget.append(digest)
         self._encode[span.digest] = EncodeImage(
             span.digest, len(images.places[index]), images.pixels[span.digest].arrays
@@ -239,7 +244,7 @@ class ImageSteps:
 
 
 def _spans_between(request: Request, start: int, end: int) -> list[ImageSpan]:
-    """Return the images that have tokens among a prompt's tokens from ``start`` up to ``end``."""
+    """Return the images with placeholders between positions ``start`` and ``end`` of a prompt."""
     assert request.images is not None
     return [span for span in request.images.spans if span.first < end and span.end > start]
 
@@ -262,7 +267,7 @@ def _without_cut(request: Request, start: int, num_tokens: int, most: int) -> in
 
 
 def _placed(images: PromptImages, start: int, end: int, shift: int) -> list[PlacedImage]:
-    """Return the encodings that tokens from ``start`` up to ``end`` of a prompt read.
+    """Return the encodings needed by the prompt tokens from position ``start`` to before ``end``.
 
     Args:
         shift: a token's row in the step minus its position in the prompt.

@@ -15,7 +15,10 @@ DIGEST_BYTES = 16
 
 
 class ImagePixels(msgspec.Struct, frozen=True, weakref=True, eq=False):
-    """An image's pixel values, ready for the encoder. Prompts with this image share the object."""
+    """An image's pixel values, ready for the encoder.
+
+    Prompts with an equal image share this object.
+    """
 
     arrays: tuple[PixelArray, ...]
 
@@ -30,7 +33,7 @@ class PromptImages:
     Args:
         images: the images, in order.
         token_ids: the prompt.
-        placeholder_token_id: token whose embedding is replaced by an image's.
+        placeholder_token_id: id of the token whose embeddings are replaced by an image's encoding.
         most_tokens: most tokens of one image.
 
     Attributes:
@@ -76,18 +79,18 @@ class PromptImages:
         return self.pixels is None and bool(self.files)
 
     def may_compute_from(self, num_cached_tokens: int) -> bool:
-        """Return whether this engine can compute the tokens behind a cached prefix.
+        """Return whether this engine can compute the tokens after a cached prefix.
 
-        Without image files, only a prefix that covers all images will do.
+        Without image files, only if the prefix covers all images.
         """
         return bool(self.files) or num_cached_tokens >= self.end
 
     def add_user(self, request_id: str) -> None:
-        """Note that a request has tokens of the images to compute."""
+        """Register an open request with image tokens still to compute."""
         self.users.add(request_id)
 
     def remove_user(self, request_id: str) -> None:
-        """Note that a request needs the images no more; without users, drop the pixel values."""
+        """Unregister a request that no longer needs images; without users, drop pixel values."""
         self.users.discard(request_id)
         if not self.users:
             self.pixels = None

@@ -1,1 +1,1 @@
-"""Steps with prompts as CUDA graphs, one per layer: their inputs, and their replay."""
+"""CUDA graphs of steps with prompts, one graph per layer: their inputs and their replay."""

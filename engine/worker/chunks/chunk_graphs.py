@@ -1,8 +1,8 @@
 """CUDA graphs of steps with prompts: one per layer, so that a layer's KV can be sent early.
 
-For a few hundred tokens, launching a layer's kernels from Python takes longer than running them.
-The launches of a step depend only on its size if attention finds its tiles at a fixed place. So a
-step is padded to the next captured size::
+For a few hundred tokens, launching a layer's kernels from Python takes longer than running them. A
+step's launches depend only on its number of tokens if attention reads its tiles from a fixed
+address. So a step is padded to the next captured size::
 
     embedding, layer 0 | layer 1 | ... | layer n - 1 | last norm
                        ^         ^     ^             ^ callbacks: a layer's KV can go to peers
@@ -29,23 +29,25 @@ from engine.worker.inputs.prepared_step import ModelInput
 from models.base import ForwardContext
 from models.parallel.group import Ranks
 
-# Captures a body in pieces: the body, which may run several times, calls its argument between
-# pieces. Returns one function per piece, which repeats it; call these in order.
+# Captures a body as several graphs: the body, which may run several times, calls its argument where
+# one graph ends and the next begins. Returns one function per graph, which replays the graph; call
+# these functions in order.
 CapturePieces = Callable[[Callable[[Callable[[], None]], None]], Sequence[Callable[[], None]]]
 
-LEAST_SIZE = 128  # tokens; a GPU takes as long for fewer
-MAX_NUM_REQUESTS = 16  # each request takes at least one tile, and a spare tile costs time
+LEAST_SIZE = 128  # tokens; smaller steps take a GPU equally long
+# most requests of a captured step: each needs at least one tile, and unused tiles cost time
+MAX_NUM_REQUESTS = 16
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
-    """Return the captured numbers of tokens: every 128th up to ``most``, and ``most``."""
+    """Return the captured numbers of tokens: multiples of 128 up to ``most``, and ``most``."""
     return (*range(LEAST_SIZE, most, LEAST_SIZE), most)
 
 
 def reason_against_chunks(
     config: EngineConfig, device: torch.device, backend_names: BackendNames, ranks: Ranks
 ) -> str | None:
-    """Return why steps with prompts cannot be captured, as a phrase for the log; None: they can."""
+    """Return why steps with prompts cannot be captured, as a phrase for the log, or None."""
     if not config.cuda_graph_max_chunk:
         return "switched off"
     if ranks.everyone.size > 1:
@@ -59,19 +61,19 @@ class CapturedAttention(Protocol):
     """An attention backend that can capture steps before their requests are known."""
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Plan a step whose lengths `fill_captured` gives before each replay."""
+        """Plan a step with unknown lengths, which `fill_captured` gives before each replay."""
         ...
 
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Launch the copy of lengths for the captured step of ``num_tokens`` tokens."""
+        """Launch the copy of requests' lengths for the captured step of ``num_tokens`` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A captured size: its pieces, and the last layer of each piece but the last."""
+    """A captured size: its graphs, and after which layer each graph but the last ends."""
 
     pieces: Sequence[Callable[[], None]]
     layers: Sequence[int]
@@ -101,7 +103,7 @@ class ChunkGraphs:
         return [cast("CapturedAttention", backend) for backend in self._context.backends]
 
     def capture(self, size: int) -> None:
-        """Capture a size; call with larger sizes first, as smaller ones reuse their memory."""
+        """Capture a step of ``size`` tokens; larger sizes first, as smaller ones reuse memory."""
         inputs, context = self._inputs, self._context
         metadata = inputs.metadata(size)
         backends = cast("Sequence[AttentionBackend]", context.backends)
@@ -131,7 +133,7 @@ class ChunkGraphs:
         self._captured[size] = _Captured(pieces, tuple(layers), hidden)
 
     def takes(self, inputs: ModelInput) -> bool:
-        """Return whether a step can be replayed."""
+        """Return whether a captured graph can replay a step."""
         return self._inputs.size_for(inputs) in self._captured
 
     def replay(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:

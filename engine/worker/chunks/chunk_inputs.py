@@ -1,7 +1,7 @@
 """ChunkInputs: the device tensors that captured chunks read; copies a step into them.
 
-The captured size beyond a step's tokens is padding: stale tokens, without a slot or a tile.
-Refuses to know: graphs, how a step's tensors were made.
+A step is padded to the captured size with stale tokens, which have no KV slot and no attention
+tile. Refuses to know: graphs, how a step's tensors were made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_SLOT = -1
 
 
 class ChunkInputs:
-    """Static inputs of all captured sizes; those of smaller sizes are views of the largest's.
+    """Static inputs of all captured sizes; a smaller size uses views of the largest size's tensors.
 
     Args:
         sizes: captured numbers of tokens, ascending.
@@ -54,11 +54,11 @@ class ChunkInputs:
         self._block_tables = [
             zeros(max_num_requests, max_blocks, dtype=torch.int32) for _ in range(num_groups)
         ]
-        for slot_mapping in self._slot_mappings:  # capturing also computes
+        for slot_mapping in self._slot_mappings:  # inputs must be valid, as capturing also computes
             slot_mapping.fill_(_NO_SLOT)
 
     def size_for(self, inputs: ModelInput) -> int | None:
-        """Return the captured size to pad a step to; None: too many tokens or requests."""
+        """Return the captured size to pad a step to, or None if the step is too large."""
         first = inputs.groups[0]
         assert isinstance(first, AttentionMetadata)
         if first.num_requests > self._max_num_requests:
@@ -66,7 +66,7 @@ class ChunkInputs:
         return next((size for size in self.sizes if size >= first.num_tokens), None)
 
     def write(self, inputs: ModelInput, size: int) -> None:
-        """Launch the copies of a step into the inputs of the next replay of a size."""
+        """Launch the copies of a step's inputs for the next replay of ``size`` tokens."""
         num_tokens = len(inputs.input_ids)
         to = [self._input_ids[:num_tokens], self._positions[:num_tokens]]
         source = [inputs.input_ids, inputs.positions]
@@ -76,7 +76,7 @@ class ChunkInputs:
             step = inputs.groups[group]
             assert isinstance(step, AttentionMetadata)
             num_requests, num_blocks = step.block_table.shape
-            if not group:  # groups have equal lengths
+            if not group:  # lengths are equal in all groups
                 to += [self._query_start_loc[: num_requests + 1], self._seq_lens[:num_requests]]
                 source += [step.query_start_loc, step.seq_lens]
             to += [slots[:num_tokens], table[:num_requests, :num_blocks]]
@@ -94,9 +94,9 @@ class ChunkInputs:
         return self._positions[:size]
 
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
-        """Return a captured size's metadata, by KV cache group.
+        """Return the attention metadata of a captured size, by KV cache group.
 
-        Lengths of requests are not known yet; see `TritonAttention.plan_captured`.
+        Requests' lengths are not known yet; see `TritonAttention.plan_captured`.
         """
         return tuple(
             AttentionMetadata(

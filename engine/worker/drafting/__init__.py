@@ -1,1 +1,1 @@
-"""Drafters with weights, which make drafts where the model's steps are computed."""
+"""Drafters with weights, which make drafts in the worker, beside the model."""

@@ -23,24 +23,24 @@ Sampled = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class DraftingStep:
-    """The part of a step's plan that a drafter reads; requests are in the plan's order.
+    """A drafter's input for one step; requests are in the plan's order.
 
     All values are copies, made when the step is prepared: a later plan may assign its rows to other
     requests before this step has been computed.
 
     Attributes:
         num_drafts: number of drafts to make after each request's last sampled token.
-        new_rows: rows that the plan has assigned to other requests.
+        new_rows: rows that the plan assigned to new requests.
         request_ids: ids of the requests.
         rows, starts, num_tokens, num_known: `[num_requests]`; see `StepPlan.shares`.
         token_ids: computed tokens of all requests; see `StepPlan`.
         next_token_ids: `[num_requests]`; see `StepPlan`.
         parameters: `[num_requests]` of `PARAMETERS`.
         block_tables: one per KV cache group, `[num_requests, max_blocks]`.
-        num_held: `[num_requests]`, number of tokens that the blocks have room for.
-        undrafted: rows of requests that the drafter neither reads nor drafts for.
-        is_silent: whether no drafts are wanted and every request computes just its last known
-            token; values for drafting (parameters, block tables, room) are then missing.
+        num_held: `[num_requests]`, number of tokens that fit into each request's blocks.
+        undrafted: rows of requests that get no drafts, and that the drafter does not read.
+        is_silent: whether no drafts are wanted and every request computes only its last known
+            token. Then `parameters`, `block_tables` and `num_held` are missing.
     """
 
     num_drafts: int
@@ -59,7 +59,7 @@ class DraftingStep:
     is_silent: bool = False
 
 
-# A step whose requests are not drafted for.
+# a step that makes no drafts
 FOR_NOBODY = DraftingStep(
     num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
     num_known=(), token_ids=(), next_token_ids=(), parameters=np.zeros(0, PARAMETERS),
@@ -68,7 +68,7 @@ FOR_NOBODY = DraftingStep(
 
 
 class Drafting(Protocol):
-    """Makes drafts after a step, once the step is computed and its tokens are known.
+    """A drafter's work after each step, once the step's tokens are known.
 
     Attributes:
         chooser: samples the drafts.
@@ -97,13 +97,13 @@ class Drafting(Protocol):
 class DraftChooser:
     """Samples drafts, and keeps their distributions if rejection sampling needs them.
 
-    Penalties and grammars are ignored: drafts that they forbid turn out wrong.
+    Penalties and grammars are ignored; the model rejects drafts that violate them.
 
     Args:
         rejects: whether drafts are accepted by rejection sampling (`engine/sampling/rejection.py`).
-            If so, drafts are sampled with their own noise. If not, drafts are sampled with the
-            noise of the tokens at their positions: a draft equals its token if both distributions
-            are close enough.
+            If True, drafts are sampled with separate noise. If False, a draft is sampled with the
+            noise of the token at its position, so that draft and token are equal if the
+            distributions are close enough.
     """
 
     def __init__(self, *, rejects: bool = False) -> None:
@@ -128,7 +128,7 @@ class DraftChooser:
         """
         token_ids: list[int]
         if not parameters["temperature"].any():
-            # Greedy: on the host, numpy takes a fraction of torch's time.
+            # Greedy drafts are chosen on the host: numpy takes a fraction of torch's time.
             host = logits.float().cpu().numpy()
             token_ids = host.argmax(axis=-1).tolist()
         else:
@@ -146,9 +146,9 @@ class DraftChooser:
         return token_ids
 
     def pop_distributions(self, step: DraftingStep) -> dict[int, Floats]:
-        """Return the distributions of a step's drafts, by index of the sampled token.
+        """Return and forget the distributions of a step's drafts, by index of the sampled token.
 
-        Drafts of another node are left out, as their distributions are unknown.
+        Drafts made by another node are left out, as their distributions are unknown.
         """
         found: dict[int, Floats] = {}
         offset = sampled = 0
@@ -166,15 +166,15 @@ class DraftChooser:
         return found
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Drop the drafts of rows that have been assigned to other requests."""
+        """Forget the drafts of rows that now belong to other requests."""
         for row in rows:
             self._drawn.pop(row, None)
 
 
 def accepted_end(step: DraftingStep, index: int, sampled: Sampled) -> int:
-    """Return the position after the request's last computed token that is right.
+    """Return the position after the request's last computed token that was accepted.
 
-    If the request samples, its newest token, not computed yet, has this position.
+    If the request samples, this is the position of its newest token, which has no KV yet.
     """
     token_ids = sampled.get(step.request_ids[index])
     if token_ids is None:

@@ -1,4 +1,4 @@
-"""HeadsDrafting: makes each draft with a separate head over the same state. No KV."""
+"""HeadsDrafting: makes each draft by a separate head on the model's last state. Needs no KV."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ The drafter's KV lies in the requests' blocks, after the model's, and keeps up w
     or, for a drafter that continues from the model's states (h):
                reads      h0+t1 h1+t2 | h2+t3 h3+t4   then -> draft 1 -> draft 2 ...
 
-KV of wrong drafts is overwritten once the right tokens are known. Prompts are read in the step that
-computes them, so that their KV is complete when it is sent or cached. Output tokens are read later,
-when the drafter makes drafts again.
+KV of wrong drafts is overwritten once the right tokens are known. The drafter reads a prompt in the
+step that computes it, so that the drafter's KV is complete when blocks are sent or cached. Output
+tokens are read later, when the drafter makes drafts again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.worker.drafting.base import DraftChooser, DraftingStep, Drafts, Samp
 from engine.worker.drafting.passes import MANY_TOKENS, Passes
 from models.drafters.base import GreedyDrafter, LayersDrafter
 
-# Most unread tokens of an output, as their states take memory. Older ones are skipped, which only
-# makes drafts worse.
+# Most unread output tokens whose states are stored, which takes memory. Older tokens are skipped,
+# which only makes drafts worse.
 MAX_UNREAD = 256
 
 
@@ -39,7 +39,8 @@ class _Row:
         position: position of the next token to read.
         token_ids: unread tokens, from ``position`` on.
         states: these tokens' states, if the drafter reads states: tensors `[n, ...]` in order.
-        drafts: drafts that the drafter has read after ``position``; their KV is in the cache.
+        drafts: drafts after ``position`` that the drafter has read; their drafter KV is in the
+            cache.
     """
 
     position: int
@@ -57,10 +58,10 @@ class LayersDrafting:
         num_layers: number of the model's layers; the drafter's layers are numbered after these.
         max_model_len: most tokens of one request.
         chooser: samples the drafts.
-        read_states: returns states between the model's layers in the latest step, if the drafter
-            reads these; None: it reads the states after the last norm.
-        greedy: the drafter, if one call can make a request's greedy drafts; None: it cannot, or
-            drafts are accepted by rejection sampling.
+        read_states: returns states between the model's layers in the latest step; None: the drafter
+            reads the states after the last norm.
+        greedy: the drafter, if one call can make all of a request's greedy drafts; None: it cannot,
+            or rejection sampling is on.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class LayersDrafting:
         self._shift = int(drafter.reads_states)
         self._greedy = greedy
         self._rows: dict[int, _Row] = {}
-        # Steps to read later, when drafts are wanted again.
+        # steps that are read only when drafts are wanted again
         self._unseen: deque[tuple[DraftingStep, Tensor, Sampled]] = deque(maxlen=MAX_UNREAD)
 
     def after_step(
@@ -114,10 +115,10 @@ class LayersDrafting:
     def _note(
         self, step: DraftingStep, states: Tensor, sampled: Sampled, gone: Set[int] = frozenset()
     ) -> list[int]:
-        """Note the tokens of a step; return the requests to read now.
+        """Store the tokens of a step as unread; return the requests to read now.
 
         Args:
-            gone: rows that have been assigned to other requests.
+            gone: rows that now belong to other requests.
         """
         offset, wanted = 0, []
         for index, row_number in enumerate(step.rows):
@@ -148,17 +149,17 @@ class LayersDrafting:
 
         Args:
             known: tokens of positions ``start`` to ``end``. The last token is missing if the
-                request sampled no token and the drafter reads no states.
+                request sampled no token and the drafter does not read states.
             states: states of the positions from ``start`` on.
         """
         shift = self._shift
         next_position = row.position + len(row.token_ids)
-        if start > next_position:  # the steps between were not noted
+        if start > next_position:  # steps in between were not stored
             row.token_ids.clear()
             row.states.clear()
             row.drafts = []
             row.position = next_position = start + 1 - shift
-        if row.drafts:  # the drafter has read some of these tokens as drafts
+        if row.drafts:  # the drafter has read some of these tokens already, as drafts
             num_right = 0
             for token_id, draft in zip(known[next_position - start :], row.drafts, strict=False):
                 if token_id != draft:
@@ -187,7 +188,7 @@ class LayersDrafting:
     def _draft(self, step: DraftingStep, wanted: list[int], sampled: Sampled) -> Drafts:
         """Read all unread tokens, and make drafts after them."""
         rows = [self._rows[step.rows[index]] for index in wanted]
-        # The newest token has no KV yet, and maybe no block either.
+        # The newest token has no KV yet, and may have no block either.
         lens = [
             min(len(row.token_ids), step.num_held[index] - row.position, self._room(row))
             for index, row in zip(wanted, rows, strict=True)
@@ -207,7 +208,7 @@ class LayersDrafting:
             for place, index in enumerate(wanted)
             if step.num_drafts
             and step.request_ids[index] in sampled
-            and not rows[place].token_ids  # all tokens are read
+            and not rows[place].token_ids  # the drafter has read all tokens
         ]
         if not going:
             return {}
@@ -222,7 +223,7 @@ class LayersDrafting:
     def _may_draft_greedily(
         self, step: DraftingStep, index: int, row: _Row, num_unread: int, sampled: Sampled
     ) -> bool:
-        """Return whether one call can make all drafts of a request, greedily."""
+        """Return whether one call can make all drafts of a request greedily."""
         end = row.position + num_unread + step.num_drafts - 1
         return (
             self._greedy is not None
@@ -234,7 +235,7 @@ class LayersDrafting:
         )
 
     def _draft_greedily(self, step: DraftingStep, index: int, row: _Row, num_unread: int) -> Drafts:
-        """Make a request's drafts in one call, as many small calls are slow in Python."""
+        """Make a request's drafts in one call, as many small calls from Python are slow."""
         assert self._greedy is not None
         context = self._passes.in_a_row(
             step.block_tables, index, row.position, num_unread, step.num_drafts
@@ -251,7 +252,7 @@ class LayersDrafting:
     def _read(
         self, step: DraftingStep, wanted: list[int], rows: list[_Row], lens: list[int]
     ) -> Tensor:
-        """Compute unread tokens: `[num_tokens, width]`."""
+        """Let the drafter compute unread tokens; returns states, `[num_tokens, width]`."""
         context = self._passes.context(
             step.block_tables, wanted, [row.position for row in rows], lens
         )
@@ -273,12 +274,12 @@ class LayersDrafting:
     def _go_on(
         self, step: DraftingStep, wanted: list[int], rows: list[_Row], hidden: Tensor
     ) -> Drafts:
-        """Make drafts one after the other; the drafter reads each to make the next."""
+        """Make drafts one after the other, each computed from the previous draft."""
         drafts: list[list[int]] = [[] for _ in wanted]
         going = list(range(len(wanted)))
         for num_done in range(step.num_drafts):
             logits = self._drafter.compute_logits(hidden)
-            # The first draft follows the newest token, which was read last.
+            # The first draft follows the newest token, which the drafter read last.
             positions = np.array([rows[p].position + self._shift + num_done for p in going])
             indices = [wanted[p] for p in going]
             token_ids = self.chooser.choose(

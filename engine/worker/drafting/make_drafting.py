@@ -35,7 +35,7 @@ def load_drafter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AnyDrafter | None:
-    """Load the drafter that the options name; None: they name none with weights.
+    """Load the drafter named in the options; None: the options name no drafter with weights.
 
     Raises:
         ModelLoadError: its folder is missing, incomplete or unsupported.
@@ -51,7 +51,7 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        # Without rejection sampling, drafts change no token.
+        # without rejection sampling, the drafter's dtype changes no output token
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         ops=choose_ops(config, device),
         max_model_len=config.max_model_len,
@@ -60,7 +60,10 @@ def load_drafter(
 
 
 def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineConfig:
-    """Limit drafts to the number of heads; raises ConfigError if the user asked for more."""
+    """Limit the number of drafts to the number of heads.
+
+    Raises ConfigError if the user asked for more.
+    """
     num_heads = getattr(drafter, "num_heads", None)
     if num_heads is None:
         return config
@@ -73,7 +76,7 @@ def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineCo
 
 
 def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
-    """Return what a drafter's layers keep of earlier tokens."""
+    """Return the description of KV that each layer of the drafter keeps."""
     return () if drafter is None else tuple(getattr(drafter, "kv_layers", ()))
 
 
@@ -86,7 +89,7 @@ def make_drafting(
     *,
     rejects: bool = False,
 ) -> Drafting | None:
-    """Connect a drafter to its model and to the KV memory, whose last layers are the drafter's.
+    """Connect a drafter to its model and the KV memory, whose last layers belong to the drafter.
 
     Args:
         rejects: whether drafts are accepted by rejection sampling.

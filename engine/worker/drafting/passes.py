@@ -1,8 +1,8 @@
 """Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
-A pass with few tokens per request becomes a decode step: each token counts as a request with the
-same blocks, as each layer writes the KV of all tokens before it reads any. On a CPU, a tape can
-replay such a step.
+A pass with few tokens per request is run as a decode step in which each token counts as a request
+with the same blocks. This works because each layer writes the KV of all tokens before it reads any.
+On a CPU, a recorded tape can replay such a step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from engine.worker.drafting.base import Ints
 from models.base import ForwardContext, LayerCache
 
-MANY_TOKENS = 33  # a request's tokens in a large pass; more than any number of drafts
-_MOST_ROWS = 64  # most rows of a pass without prompts that becomes a decode step
+MANY_TOKENS = 33  # tokens of a request from which a pass is large; more than any number of drafts
+_MOST_ROWS = 64  # most rows of a pass that runs as a decode step
 
 
 class Passes:
@@ -116,13 +116,13 @@ class Passes:
         num_tokens: int,
         num_passes: int,
     ) -> ForwardContext:
-        """Describe passes over one request: ``num_tokens`` tokens, then one token per pass.
+        """Describe successive passes over one request: ``num_tokens`` tokens, then one per pass.
 
         Args:
             block_tables: one per group, `[num_requests, max_blocks]`.
             request: the request's row of the block tables.
             start: position of the first token.
-            num_tokens: tokens of the first pass, each as a separate request.
+            num_tokens: tokens of the first pass, each treated as a separate request.
             num_passes: number of passes; each has its own groups in the result, in order.
         """
         total = num_tokens + num_passes - 1

@@ -18,7 +18,7 @@ from baton.kv.manifest import shard
 
 
 def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
-    """Pin this thread and later ones it starts, and set the number of computing threads.
+    """Pin this thread and threads that it starts later, and set the number of computing threads.
 
     Args:
         config: options of all ranks together.
@@ -38,7 +38,7 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
             os.sched_setaffinity(0, cores)
         except (OSError, AttributeError) as error:
             raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be used: {error}") from error
-        if os.sched_getaffinity(0) != cores:  # the kernel ignores missing cores silently
+        if os.sched_getaffinity(0) != cores:  # the kernel silently ignores missing cores
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(f"cpu_list: must be among {allowed}, got {config.cpu_list!r}")
     num_threads = config.num_threads or len(cores)
@@ -49,15 +49,15 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def allowed_cores() -> frozenset[int]:
-    """Return the cores where this thread may run; empty: the machine does not say."""
+    """Return the cores where this thread may run; empty: the system does not tell."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
 
 
 def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
     """Return a rank's share of the allowed cores.
 
-    Separate cores keep ranks that wait for each other from sharing one. Empty if there are fewer
-    cores than ranks, or if an option sets the cores.
+    Ranks wait for each other, so two ranks must not share a core. Empty if there are fewer cores
+    than ranks, or if an option sets the cores.
     """
     allowed = allowed_cores()
     if config.cpu_list or len(allowed) < config.num_ranks:
@@ -66,14 +66,14 @@ def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
 
 
 def bind(cores: frozenset[int]) -> None:
-    """Bind this thread, and those it starts later, to these cores; empty: change nothing."""
+    """Pin this thread, and threads that it starts later, to these cores; empty: change nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
 def on_cores(cores: frozenset[int]) -> Iterator[None]:
-    """Bind this thread, and those it starts meanwhile, to these cores; empty: change nothing."""
+    """Pin this thread, and threads started meanwhile, to these cores inside this context."""
     if not cores:
         yield
         return
@@ -87,7 +87,7 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Compute on this thread alone, without a team of threads; other threads keep theirs."""
+    """Compute on this thread alone inside this context; other threads keep their thread teams."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,9 +97,10 @@ def on_one_thread() -> Iterator[None]:
 
 
 def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) -> frozenset[int]:
-    """Return a rank's cores: one NUMA node's, or several nodes' if there are fewer ranks.
+    """Return a rank's cores: those of one NUMA node, or of several if there are fewer ranks.
 
-    Ranks on one node divide its cores, if there are enough. Empty: the machine has no NUMA nodes.
+    Ranks on one NUMA node divide its cores, if there are enough. Empty: the machine has no NUMA
+    nodes.
     """
     if not nodes:
         return frozenset()
@@ -110,7 +111,7 @@ def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) ->
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
-    """Return the cores that this process may use, by NUMA node."""
+    """Return the cores that this process may use, one list per NUMA node."""
     allowed = os.sched_getaffinity(0)
     files = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     found = [parse_cpu_list(path.read_text(encoding="ascii").strip()) & allowed for path in files]

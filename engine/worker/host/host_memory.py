@@ -1,7 +1,4 @@
-"""Host memory: how much this process may use, and the peak during a call. Linux.
-
-Refuses to know: models, caches, devices other than the CPU.
-"""
+"""Host memory: how much this process may use, and its peak use during a call. Linux."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory
 
 
 def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
-    """Run ``call``; return the most bytes by which the resident set grew during the call.
+    """Run ``call``; return by how many bytes the resident set grew at most.
 
     The kernel's peak of the resident set is reset first (proc_pid_clear_refs(5)). If that is
     forbidden, the peak counts from the process's start, and the result is an upper bound.
@@ -67,7 +64,7 @@ def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
         (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
     except OSError:
         call()
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, other systems KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     else:
         call()
@@ -86,7 +83,7 @@ def _memory_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         mount = cgroups / "memory" if controllers else cgroups
-        # In a container, the path may be the host's, while only the mount is visible.
+        # In a container, the path may be the host's, where only the mount itself is visible.
         group = mount / path.strip("/")
         yield group
         while group != mount:

@@ -4,10 +4,10 @@
                 while the owner has work, byte 1 while the borrower computes on the cores
     0-7.lent    locked by the node that borrows the cores
 
-The borrower reads byte 0 before each part of a step that threads divide, and leaves the cores when
-it is 1. An owner with new work waits until such a part has ended, some milliseconds: otherwise,
-where Linux divides cores between sessions, a thread on the borrowed core may get no turn for a
-second. Locks end with their process, so a dead node leaves none.
+The borrower reads byte 0 before each multi-threaded part of a step, and leaves the cores if the
+byte is 1. An owner with new work waits until that part has ended, some milliseconds. Without the
+wait, where Linux schedules by session, a thread on a borrowed core may not run for a second. Locks
+end with their process, so a dead node leaves no lock.
 
 Refuses to know: the computation, nodes.
 """
@@ -36,7 +36,7 @@ from baton_kernels.native.ops import NativeOps
 logger = logging.getLogger(__name__)
 
 _BUSY, _LENT = ".busy", ".lent"
-_IS_BUSY, _IS_USED = 0, 1  # indices of the file's bytes
+_IS_BUSY, _IS_USED = 0, 1  # indices of the two bytes in the file
 # Kernel threads keep addresses of these bytes, so mappings last as long as the process.
 _MAPPED: list[ctypes.Array[ctypes.c_int8]] = []
 _MOST_SHARES = 64  # MOST_LENDERS in team.c
@@ -47,14 +47,14 @@ AfterLayer = Callable[[int], None]
 
 
 class LentCores:
-    """One node's part: its own cores, and other nodes' cores that it borrows.
+    """One node's own cores, which it lends, and other nodes' cores, which it borrows.
 
-    The computing thread calls the methods, which set the number of threads that compute; `keep` is
-    for other threads. The node's cores are lent until the first `borrow`.
+    Only the computing thread calls the methods, which set the number of computing threads; other
+    threads may call `keep`. The node's cores are lent until the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
-        own: list of the node's cores, such as ``0-7``; also the name of their locks.
+        own: list of the node's cores, such as ``0-7``; also the name of the lock files.
         ops: native kernels that place threads.
 
     Raises OSError when the folder cannot be written to.
@@ -97,7 +97,7 @@ class LentCores:
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """Lend no core inside this context: a thread beside the computing one needs the cores."""
+        """Lend no core inside this context, as another thread of this node needs the cores."""
         with self._marking:
             self._num_keepers += 1
             self._mark_busy()
@@ -116,7 +116,7 @@ class LentCores:
         return False
 
     def between_layers(self, after_layer: AfterLayer | None) -> AfterLayer:
-        """Return a callback after layers: calls `borrow`, then ``after_layer``."""
+        """Return a callback for the end of each layer: calls `borrow`, then ``after_layer``."""
 
         def borrow_too(layer: int) -> None:
             self.borrow()
@@ -126,7 +126,7 @@ class LentCores:
         return borrow_too
 
     def close(self) -> None:
-        """Return borrowed cores and lend this node's cores, for good."""
+        """Return borrowed cores, and lend this node's cores until the process ends."""
         self.rest()
         with self._marking:
             self._num_keepers = 0
@@ -138,11 +138,14 @@ class LentCores:
         self._others.clear()
 
     def _mark_busy(self) -> bool:
-        """Mark this node's cores as busy, and wait for a borrower; return whether that is known."""
+        """Mark this node's cores as busy, and wait for a borrower.
+
+        Return whether the mark was set.
+        """
         if not self._is_busy:
             give_up_at = time.monotonic() + _LONGEST_LOCK_S
             while not (is_locked := _lock(self._busy)) and time.monotonic() < give_up_at:
-                pass  # another node tests the lock, for microseconds
+                pass  # another node holds the lock for microseconds, to test it
             self._is_busy = is_locked
             self._bytes[_IS_BUSY] = 1
             self._wait_for_borrower()
@@ -156,7 +159,7 @@ class LentCores:
             self._is_busy = False
 
     def _wait_for_borrower(self) -> None:
-        """Wait a limited time until no other node computes on this node's cores."""
+        """Wait until no other node computes on this node's cores, but at most a fixed time."""
         give_up_at = time.monotonic() + _LONGEST_WAIT_S
         while self._bytes[_IS_USED] and time.monotonic() < give_up_at:
             if not self.are_taken():  # the borrower died while computing
@@ -164,14 +167,15 @@ class LentCores:
             time.sleep(_POLL_S)
 
     def _use(self, shares: list[_Share]) -> None:
-        """Compute on these and on this node's own cores from now on."""
+        """Compute on this node's cores and the borrowed cores from now on."""
         if shares == self._borrowed:
             return
         for share in self._borrowed:
             if share not in shares:
                 share.give_back()
         self._borrowed = shares
-        self._ops.watch_lenders(self._num_own_threads, [])  # until all threads have been placed
+        # set only when all threads have been placed
+        self._ops.watch_lenders(self._num_own_threads, [])
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
             logger.warning("may not run on borrowed cores: computing on its own cores only")
@@ -184,7 +188,7 @@ class LentCores:
     def _find_others(self) -> None:
         try:
             paths = list(self._folder.glob(f"*{_BUSY}"))
-        except OSError as error:  # no descriptor left, or no folder
+        except OSError as error:  # no file descriptor is left, or the folder is gone
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning("cannot look for nodes that lend cores (logged once): %s", error)
@@ -207,7 +211,7 @@ class _Share:
     """Another node's cores, which this node may borrow.
 
     Attributes:
-        address: address of the two bytes of the owner's file.
+        address: address of the two mapped bytes of the owner's file.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -225,7 +229,7 @@ class _Share:
         """Return whether the owner of the cores has work."""
         if not _lock(self._busy, fcntl.LOCK_SH):
             return True
-        self._bytes[_IS_BUSY] = 0  # reset: an owner that died left 1
+        self._bytes[_IS_BUSY] = 0  # reset, as an owner that died left 1
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 
@@ -267,14 +271,15 @@ def _open(path: Path) -> int:
 
 def _map_bytes(descriptor: int) -> ctypes.Array[ctypes.c_int8]:
     """Return the two bytes of a file, shared with all processes that map the file."""
-    os.posix_fallocate(descriptor, 0, 2)  # a hole in the file would need a page on the first write
+    # written, as a hole in the file would need a page on the first write
+    os.posix_fallocate(descriptor, 0, 2)
     mapped = (ctypes.c_int8 * 2).from_buffer(mmap.mmap(descriptor, 2))
     _MAPPED.append(mapped)
     return mapped
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock a file; return False if another process holds the lock, or the kernel fails."""
+    """Lock a file without waiting; return False if the lock is held, or the kernel fails."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:  # held by another process, or no kernel memory

@@ -18,9 +18,9 @@ from models.memory_needs import memory_needs
 def check_memory(
     model_folder: Path, config: EngineConfig, dtype: str, host_memory: HostMemory
 ) -> None:
-    """Raise ConfigError, one line, if weights and KV cache do not fit this machine's memory.
+    """Raise ConfigError if weights and KV cache do not fit into this machine's memory.
 
-    A KV cache without a configured size gets the remaining memory, so it is not counted.
+    Without a configured size, the KV cache gets what memory remains, and is not checked.
 
     Args:
         model_folder: the model to load on a CPU.
@@ -41,7 +41,7 @@ def check_memory(
     )
     kv_cache = config.kv_cache_bytes or 0
     if config.num_blocks is not None:
-        # With windows, a block may belong to only some of the layers.
+        # With sliding windows, a block may hold KV of only some of the layers.
         kv_cache = (
             0
             if any(layer.mixer.kv.retained_tokens is not None for layer in model.layers)

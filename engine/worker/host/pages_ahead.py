@@ -1,8 +1,8 @@
 """PagesAhead: populates memory of never-used KV blocks while a node is idle.
 
 The kernel allocates and clears a block's memory on the first write, which makes a prompt up to a
-quarter slower, on both sides of a hand-off.
-Refuses to know: which block goes to which request.
+quarter slower, on prefill nodes and decode nodes alike. Refuses to know: which block goes to which
+request.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-AHEAD_BYTES = 2**26  # most populated bytes beyond the used blocks, so that an idle node stays small
-SHARE = 8  # at most this fraction of the machine's available memory
-STEP_BYTES = 2**21  # a huge page; takes a fraction of a millisecond
+# most bytes populated beyond the used blocks, so that an idle node's memory stays small
+AHEAD_BYTES = 2**26
+SHARE = 8  # also at most this fraction (1/8) of the machine's available memory
+STEP_BYTES = 2**21  # bytes of a huge page; populating takes a fraction of a ms
 _POPULATE_WRITE = 23  # advice for madvise, since Linux 5.14; missing in Python's mmap
 
 

@@ -1,1 +1,1 @@
-"""The parts of an input batch: a step as columns, rows of requests, buffers, states."""
+"""Parts of an input batch: a step as columns, rows of requests, host buffers, states, images."""

@@ -1,4 +1,4 @@
-"""Encodings: a worker's encodings of images, and the rows of a step that read them.
+"""Encodings: a worker's image encodings, and the tokens of a step that they replace.
 
 Refuses to know: prompts, when an encoding may be dropped.
 """
@@ -25,8 +25,8 @@ class ReadImages:
     """The result of a step's work on images.
 
     Attributes:
-        rows: rows of the step that read encodings.
-        failed: digests of images that were not encoded, and why.
+        rows: tokens of the step whose embeddings come from encodings.
+        failed: why an image was not encoded, by digest.
         seconds: time spent on encoding.
     """
 
@@ -36,7 +36,9 @@ class ReadImages:
 
 
 class Encodings:
-    """Encodes images and keeps the results, as steps' plans say. Used by one thread at a time.
+    """Encodes images, and keeps and drops encodings, as steps' plans say.
+
+    Used by one thread at a time.
 
     Args:
         model: the model, with its encoder of images.
@@ -52,7 +54,10 @@ class Encodings:
         return len(self._kept)
 
     def read(self, step: StepImages) -> ReadImages:
-        """Drop and make encodings; return the parts that the step's forward reads."""
+        """Drop and make encodings as planned.
+
+        Return the encodings that the step's forward reads.
+        """
         for digest in step.forget:
             self._kept.pop(digest, None)  # missing if the image could not be encoded
         began_at = time.monotonic()
@@ -69,7 +74,7 @@ class Encodings:
         return ReadImages(tuple(map(self._rows_of, placed)), failed, seconds)
 
     def _encode(self, image: EncodeImage) -> str:
-        """Encode an image; return why that failed, or an empty text."""
+        """Encode an image and keep the encoding; return why that failed, or an empty text."""
         encoder = self._model.vision
         if encoder is None:
             return "this model has no encoder of images"
@@ -77,7 +82,7 @@ class Encodings:
             pixels = {array.name: self._to_tensor(array) for array in image.pixels}
             embeddings = encoder.encode(pixels)  # [num_embeddings, width]
         except (RuntimeError, ValueError, IndexError) as error:
-            # One client's image must not end the engine, which serves others.
+            # One client's image must not end the engine, which also serves other clients.
             logger.exception("an image cannot be encoded")
             return f"the encoder failed: {type(error).__name__}"
         if len(embeddings) != image.num_embeddings:
@@ -94,5 +99,6 @@ class Encodings:
 
     def _to_tensor(self, array: PixelArray) -> Tensor:
         """Return an array's numbers on the device, in their own dtype."""
-        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)  # torch needs it writable
+        # torch needs a writable array
+        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)
         return torch.from_numpy(numbers).reshape(array.shape).to(self._device)

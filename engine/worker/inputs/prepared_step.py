@@ -21,15 +21,15 @@ class ModelInput:
     """Tensors that one forward pass of the model reads."""
 
     input_ids: Tensor  # [num_tokens] int64
-    # [num_tokens] int64, for rotation; [3, num_tokens] if they differ between three axes
+    # [num_tokens] int64, for RoPE; [3, num_tokens] for three axes
     positions: Tensor
     last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
-    adapters: tuple[AdapterSpan, ...] = ()  # tokens that adapters are computed for
+    adapters: tuple[AdapterSpan, ...] = ()  # runs of tokens with an adapter
     images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
-        """Return the spans of some of the tokens, in places among these; ``rows`` ascend."""
+        """Return the adapter spans of some tokens, as indices into ``rows`` (ascending)."""
         return spans_of_rows(self.adapters, rows)
 
 
@@ -44,7 +44,7 @@ class PreparedStep:
             drafts has several entries.
         pending_tokens: tokens that the previous step samples, as `(places, rows)`, int64 on the
             device: places in ``input_ids``, rows in `InputBatch.last_tokens`; None: all are known.
-        images: what the step does with images; None: nothing.
+        images: images to encode and to place; None: the step has no images.
         pooled: tokens of requests that are pooled.
     """
 
@@ -58,7 +58,7 @@ class PreparedStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Return whether some computed tokens, such as a prompt's, sample no next token."""
+        """Return whether some computed token, such as a prompt's, samples no next token."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
 
 
@@ -72,5 +72,5 @@ class ReplayStep:
     sampling: SamplingInput
     staging: int  # index of the staging buffer
     num_requests: int
-    size: int  # requests of the captured graph: num_requests and padding
+    size: int  # size of the captured graph: num_requests plus padding
     num_blocks: int  # used columns of the block tables

@@ -1,4 +1,4 @@
-"""RequestRows: the sampler's knowledge of the request in each row of an input batch."""
+"""RequestRows: sampling data of the request in each row of an input batch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class RequestRows:
 
     Args:
         num_rows: most requests in a step.
-        is_staged: whether steps may be staged for replays, which read `kernel_parameters`.
+        is_staged: whether steps may be staged for graph replays, which read `kernel_parameters`.
 
     Attributes:
         parameters: `[num_rows]` of `PARAMETERS`, sampling parameters of each row.
-        kernel_parameters: the parameters as the sampling kernel takes them; only for staged steps.
+        kernel_parameters: the parameters in the sampling kernel's format; filled only if
+            ``is_staged``.
         request_ids: ids by row; empty: the row was never used.
         num_placed: row assignments since the start.
-        undrafted: rows without drafts.
+        undrafted: rows of requests without drafts.
     """
 
     def __init__(self, num_rows: int, *, is_staged: bool) -> None:
@@ -46,14 +47,14 @@ class RequestRows:
         self._is_staged = is_staged
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
-        self._adapters: dict[int, str] = {}  # digests, by row; only rows with an adapter
+        self._adapters: dict[int, str] = {}  # adapter digests by row; only rows with an adapter
         self._pooling: dict[int, PoolingParams] = {}  # by row; only rows of pooled requests
-        # All known tokens, by row; only rows whose sampling looks back at them.
+        # All known tokens by row; only rows whose sampling depends on them.
         self._known: dict[int, list[int]] = {}
 
     @property
     def has_known(self) -> bool:
-        """Return whether the sampling of some row looks back at its tokens."""
+        """Return whether any row's sampling depends on its known tokens."""
         return bool(self._known)
 
     def place(self, new: NewRow) -> None:
@@ -80,7 +81,7 @@ class RequestRows:
         self._random_words.clear(row)
 
     def note_computed(self, plan: StepPlan) -> None:
-        """Add computed tokens to the known tokens."""
+        """Append a step's computed tokens to the known tokens."""
         shares, offset = plan.shares, 0
         for index in range(0, len(shares), SHARE):
             row, start, num_tokens, num_known = shares[index : index + SHARE]
@@ -91,7 +92,7 @@ class RequestRows:
             offset += num_tokens
 
     def adapter_spans(self, columns: StepColumns) -> tuple[AdapterSpan, ...]:
-        """Return the step's tokens that adapters are computed for, one span for each adapter."""
+        """Return one span of tokens for each adapter in the step."""
         if not self._adapters:
             return ()
         spans: list[AdapterSpan] = []
@@ -126,7 +127,7 @@ class RequestRows:
         """Return the sampler's input for the step's sampled tokens."""
         sampling = columns.sampling
         rows = columns.rows[sampling]
-        # `take` copies whole structs, while indexing with an array copies field by field.
+        # `take` copies whole structs; indexing with an array would copy field by field.
         parameters = self.parameters.take(rows)
         places = columns.sampled_at - parameters["num_prompt_tokens"]
         as_list, by_row = rows.tolist(), self.request_ids
@@ -147,7 +148,7 @@ class RequestRows:
         )
 
     def sample_again(self, before: SamplingInput, rows: Ints, sampled_at: Ints) -> SamplingInput:
-        """Return the sampler's input of a step with the same requests as the previous one."""
+        """Return the sampler's input of a step whose requests equal the previous step's."""
         if before.is_greedy:  # greedy sampling reads no position
             return before
         parameters = before.parameters
@@ -163,17 +164,18 @@ class RequestRows:
         )
 
     def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
-        """Return what a row's token after its first ``num_tokens`` depends on."""
+        """Return what the sampling of a row's token after its first ``num_tokens`` depends on."""
         request, known = self._rows[row], self._known.get(row, [])
         return RequestSnapshot(
             request.sampling_params,
             known if len(known) == num_tokens else known[:num_tokens],
-            request.num_prompt_tokens if known else 0,  # unused without known tokens
+            # not read if sampling does not depend on known tokens
+            request.num_prompt_tokens if known else 0,
             request.stop_token_ids,
         )
 
     def prompt_rows(self, columns: StepColumns, index: int, first_row: int) -> PromptRows:
-        """Return the prompt tokens whose logprobs this step computes; none once there is output."""
+        """Return the prompt tokens whose logprobs this step computes; none after the prompt."""
         request = self._rows[int(columns.rows[index])]
         first = int(columns.starts[index]) + 1
         end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)

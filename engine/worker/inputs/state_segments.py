@@ -1,4 +1,4 @@
-"""Segments: runs of tokens within blocks, for layers that keep one state per block."""
+"""Segments: runs of tokens within blocks, for layers with one state (such as Mamba's) per block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.worker.inputs.step_columns import Ints, StepColumns
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of tokens of one request within one block. Tensors have one entry per run.
+    """Runs of tokens, each of one request and within one block. Arrays have one entry per run.
 
     Attributes:
         num_requests: number of requests in the step.

@@ -16,14 +16,15 @@ class StepColumns:
     Attributes:
         sampling: `[num_sampling]`, ascending index of each sampled token's request.
         sampled_at: `[num_sampling]`, position of each sampled token.
-        num_behind: `[num_sampling]`, drafts computed from each position on; None: no drafts.
+        num_behind: `[num_sampling]`, number of drafts computed at and after each position; None: no
+            drafts.
         draft_token_ids: `[num_sampling]`, drafts at the sampled tokens' positions
             (`SamplingInput`).
         constrained: ids of requests that sample by a grammar (`StepPlan.constrained`).
     """
 
     def __init__(self, plan: StepPlan, max_decode_rows: int) -> None:
-        # One flat list, as numpy takes twice as long to convert a list of tuples.
+        # One flat list: numpy takes twice as long to convert a list of tuples.
         columns = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE).T.copy()
         self.rows, self.starts, self.query_lens, self.num_known = columns
         # [num_tokens]; unknown tokens are < 0
@@ -42,7 +43,7 @@ class StepColumns:
                     self._spread()
 
     def _sample_behind(self, num_drafts: Ints) -> None:
-        """Sample a token after each draft as well.
+        """Add a sampled token after each draft.
 
         Args:
             num_drafts: number of drafts of each sampling request.
@@ -58,10 +59,10 @@ class StepColumns:
         self.draft_token_ids = tuple(np.where(num_behind, drafts, UNKNOWN_TOKEN).tolist())
 
     def _spread(self) -> None:
-        """Make a decode step: turn each draft into a request with the same blocks.
+        """Turn the step into a decode step: each draft becomes a request with the same blocks.
 
-        Every layer writes the KV of all tokens before it reads any, so graphs and kernels of decode
-        steps also work with drafts.
+        Every layer writes the KV of all tokens before it reads any, so decode graphs and decode
+        kernels also work with drafts.
         """
         self.rows = self.rows.repeat(self.query_lens)
         self.starts, self.ends = self.sampled_at - 1, self.sampled_at

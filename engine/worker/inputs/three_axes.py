@@ -1,4 +1,4 @@
-"""Positions on three axes (M-RoPE): frames, rows and columns of images; text has three equal ones.
+"""Positions on three axes (M-RoPE): frame, row and column. Text tokens have three equal positions.
 
     tokens     a  b [image of 2 x 3 embeddings]  c  d
     frames     0  1    2  2  2  2  2  2          5  6
@@ -6,8 +6,7 @@
     columns    0  1    2  3  4  2  3  4          5  6       the delta is 5 - 8 = -3
 
 An image takes as many positions as its longest side, so later tokens have smaller positions for
-rotation than their indexes in the sequence. The difference, the delta, is constant behind the last
-image.
+RoPE than their indexes in the sequence. After the last image, the difference (delta) is constant.
 Source: Qwen2-VL (arXiv 2409.12191); equal to `get_rope_index` of transformers.
 """
 
@@ -23,12 +22,12 @@ from engine.worker.inputs.step_columns import Ints
 
 
 def position_delta(spans: Sequence[ImageSpan]) -> int:
-    """Return the position of a token behind all images minus its index in the sequence."""
+    """Return the position of a token after all images, minus its index in the sequence."""
     return sum(max(span.grid) - span.num_tokens for span in spans)
 
 
 def three_axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Ints:
-    """Return the positions of a sequence's tokens for rotation, ``[3, num_tokens]``.
+    """Return the positions for RoPE of a sequence's tokens, ``[3, num_tokens]``.
 
     Args:
         spans: images in order; each has as many tokens as its grid has cells.
@@ -44,7 +43,7 @@ def three_axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Ints:
 
 
 class RotaryPositions:
-    """Positions for rotation, by row of an input batch.
+    """Positions for RoPE, by row of an input batch.
 
     Args:
         num_rows: most requests in a step.
@@ -69,7 +68,7 @@ class RotaryPositions:
         self.is_active = bool(self._axes)
 
     def rotate(self, token_rows: Ints, positions: Ints) -> Ints:
-        """Return a step's positions for rotation.
+        """Return a step's positions for RoPE.
 
         The result is ``[3, num_tokens]`` if the step has tokens of images. Otherwise it is
         ``[num_tokens]``, as a token's positions on the three axes are equal.

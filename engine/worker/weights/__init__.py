@@ -1,1 +1,1 @@
-"""New weights for a running worker: load them beside the old ones, then use or drop them."""
+"""New weights for a running worker: load them beside the old weights, then use or drop them."""

@@ -1,4 +1,4 @@
-"""Staging: loads new weights on a thread of their own, while steps compute with the old ones.
+"""Staging: loads new weights on a separate thread while steps compute with the old weights.
 
 Refuses to know: how weights are loaded and used.
 """
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """A model whose weights are loaded, and the drafter that belongs to them."""
+    """A model with loaded weights, and its drafter."""
 
     model: CausalLM
     drafter: AnyDrafter | None
 
 
 class Staging:
-    """One attempt to load new weights; begins at once.
+    """One attempt to load new weights, which begins when the object is made.
 
     Args:
         load: loads and checks the weights, on the new thread.
 
     Attributes:
         loaded: the weights; None: not loaded yet, or not usable.
-        problem: why the weights are not usable; empty: they are; None: they are still loading.
+        problem: why the weights are not usable; empty: they are usable; None: still loading.
     """
 
     def __init__(self, load: Callable[[], LoadedWeights]) -> None:

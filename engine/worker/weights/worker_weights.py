@@ -5,8 +5,8 @@
                   sleep                                       begin + use, or wake
     awake ───────────────> asleep ──────────────────────────> awake
 
-A model on a CPU has its weights in host memory already, so a sleep that keeps weights frees only
-the memory of the KV cache. Refuses to know: files, requests, how a model computes.
+On a CPU, weights are already in host memory, so a sleep that keeps weights frees only the KV
+cache's memory. Refuses to know: files, requests, how a model computes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WorkerWeights:
         memory: memory of the KV cache; its content is dropped when weights change.
         loaded: the weights in use.
         load: loads weights from a folder, on any thread; raises BatonError.
-        use: makes the worker compute with the given weights; None: the worker has no weights.
+        use: makes the worker compute with the given weights; called with None to free the model.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WorkerWeights:
     ) -> None:
         self._memory, self._load, self._use_weights = memory, load, use
         self._loaded: LoadedWeights | None = loaded
-        self._computes = True  # whether the worker has the loaded weights in use
+        self._computes = True  # whether the worker holds the loaded weights
         self._kv_scales = loaded.model.kv_scales
         self._staging: Staging | None = None
         self._kv_bytes = memory.tensor.nbytes
@@ -56,12 +56,12 @@ class WorkerWeights:
 
     @property
     def problem(self) -> str | None:
-        """Return why the new weights cannot be used; empty: they can; None: they still load."""
+        """Return why the new weights cannot be used; empty: usable; None: still loading."""
         assert self._staging is not None, "no weights were begun"
         return self._staging.problem
 
     def use(self) -> None:
-        """Compute with the new weights; the old ones are freed."""
+        """Replace the old weights by the new ones, and free the old ones."""
         assert self._staging is not None, "no weights were begun"
         loaded = self._staging.loaded
         assert loaded is not None, self._staging.problem
@@ -71,7 +71,7 @@ class WorkerWeights:
         self._compute_with(loaded)
 
     def drop(self) -> None:
-        """Forget the new weights."""
+        """Drop the new weights."""
         self._staging = None
 
     def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
@@ -95,7 +95,7 @@ class WorkerWeights:
             tensor.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
         else:
-            release_pages(tensor)  # the cache reads as zeros afterwards
+            release_pages(tensor)  # the KV cache reads as zeros afterwards
 
     def wake(self) -> None:
         """Compute again with the weights that a sleep kept."""
@@ -110,7 +110,7 @@ class WorkerWeights:
         self._computes = True
 
     def _let_go(self) -> None:
-        """Stop computing with the old weights, if they are in use."""
+        """Stop computing with the old weights, if the worker still has them."""
         if self._computes:
             self._use_weights(None)
         self._computes = False
@@ -123,7 +123,7 @@ class WorkerWeights:
             self._memory.tensor.zero_()
 
     def _load_fitting(self, folder: Path, is_kept: bool) -> LoadedWeights:
-        """Load weights that fit the KV cache; raises BatonError."""
+        """Load weights, and check that they fit the KV cache; raises BatonError."""
         loaded = self._load(folder, is_kept)
         if loaded.model.kv_scales != self._kv_scales:
             raise InvalidRequestError(
@@ -138,7 +138,7 @@ def _module(model: CausalLM) -> nn.Module:
 
 
 def _check_moves(model: CausalLM) -> None:
-    """Raise InvalidRequestError if a layer's weights cannot be moved."""
+    """Raise InvalidRequestError if a layer's weights cannot be moved to the host."""
     if any(isinstance(one, QuantizedLinear) for one in _module(model).modules()):
         raise InvalidRequestError(
             "level", "must be dropped, as weights of few bits stay on the GPU, got host"

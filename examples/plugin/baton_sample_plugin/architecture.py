@@ -1,4 +1,4 @@
-"""An architecture: Qwen3 under another name in config.json. A real one has a recipe of its own."""
+"""An architecture: Qwen3 under another name in config.json. A real one has its own recipe."""
 
 from __future__ import annotations
 

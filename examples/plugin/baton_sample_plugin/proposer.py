@@ -9,7 +9,7 @@ from engine.core.request import Request
 
 
 class RepeatProposer:
-    """Proposes that each request goes on with its last token."""
+    """Drafts each request's last token again."""
 
     def __init__(self, config: EngineConfig) -> None:
         pass

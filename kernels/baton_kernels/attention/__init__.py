@@ -25,20 +25,32 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "triton": "baton_kernels.attention.triton:TritonAttention",
         "triton_invariant": "baton_kernels.attention.triton_invariant:InvariantTritonAttention",
         "triton_latents": "baton_kernels.attention.triton_latents:TritonLatentAttention",
+        "sdpa": "baton_kernels.attention.cpu:CpuAttention",
         "flash_attn": "baton_kernels.attention.flash:FlashAttention",
-        "flash_triton": "baton_kernels.attention.flash_triton:FlashTritonAttention",
+        "flashinfer": "baton_kernels.attention.flashinfer:FlashInferAttention",
+        "sdpa_triton": "baton_kernels.attention.library_prompts:SdpaTritonAttention",
+        "flash_triton": "baton_kernels.attention.library_prompts:FlashTritonAttention",
+        "flashinfer_triton": "baton_kernels.attention.library_prompts:FlashInferTritonAttention",
     },
     plugin_group="baton.attention",
 )
 
-_WITHOUT_SINKS = ("flash_attn", "flash_triton")
+# Library -> backend that gives the library steps with prompts, and Triton all others.
+_FOR_PROMPTS = {
+    "sdpa": "sdpa_triton",
+    "flash_attn": "flash_triton",
+    "flashinfer": "flashinfer_triton",
+}
+_LIBRARY_OF = {name: name for name in _FOR_PROMPTS} | {
+    both: library for library, both in _FOR_PROMPTS.items()
+}
 # Backends for a cache of latents: one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
 # Backend of keys and values -> backend of the same kind that takes only latents.
 _OVER_LATENTS = {"triton": "triton_latents"}
 # Backends in which tokens of an image can see each other (`AttentionMetadata.row_ends`).
 WITH_ROW_ENDS = ("reference", "cpu", "native")
-_TRITON = ("triton", "triton_invariant", "triton_latents", "flash_triton")
+_TRITON = ("triton", "triton_invariant", "triton_latents", *_FOR_PROMPTS.values())
 
 
 def choose_attention_backend(
@@ -50,6 +62,7 @@ def choose_attention_backend(
     latent: bool = False,
     sinks: bool = False,
     half: bool = False,
+    head_dim: int = 0,
     invariant: bool = False,
     native: bool = True,
 ) -> tuple[str, str]:
@@ -63,6 +76,7 @@ def choose_attention_backend(
         latent: whether the cache holds one vector per token instead of keys and values (MLA).
         sinks: whether each head has an attention sink.
         half: whether queries and cache have 16 bits.
+        head_dim: numbers of a head; 0: not known.
         invariant: whether a query's result must not depend on the rest of the batch.
         native: whether native kernels may be chosen.
 
@@ -77,10 +91,10 @@ def choose_attention_backend(
     if latent:
         return _choose_for_latents(device, override, block_size, fp8=fp8, native=native)
     if override is not None:
-        _check(override, block_size, device)
+        _check(override, block_size, device, head_dim)
         if override in _OVER_LATENTS.values():
             raise ConfigError(f"attention_backend: {override} takes latents (MLA) only")
-        if sinks and override in _WITHOUT_SINKS:
+        if sinks and _LIBRARY_OF.get(override, "sdpa") != "sdpa":
             raise ConfigError(f"attention_backend: {override} takes no attention sinks")
         problem = _reason_against_fp8(override, device) if fp8 else None
         if problem is not None:
@@ -88,14 +102,53 @@ def choose_attention_backend(
         return override, "asked for by the user"
     name, reason = _fastest(device, native=native)
     if name == "triton" and half and not (fp8 or sinks):
-        from baton_kernels.attention.flash_triton import reason_against
-
-        if reason_against(device) is None:
-            return "flash_triton", "the KV cache is on an NVIDIA GPU with FlashAttention-3"
+        found = _library_for_prompts(device, block_size, head_dim)
+        if found is not None:
+            return found
     problem = _reason_against_fp8(name, device) if fp8 else None
     if problem is not None:
         return "reference", f"the KV cache is fp8, and {name}: {problem}"
     return name, reason
+
+
+def wanted_block_size(backend: str) -> int:
+    """Return the tokens per KV block that a backend needs; 0: any.
+
+    Only FlashAttention 2 needs a multiple of 256.
+    """
+    from baton_kernels.attention.flash import block_size_multiple, installed_version
+
+    version = installed_version()
+    if _LIBRARY_OF.get(backend) != "flash_attn" or version is None:
+        return 0
+    multiple = block_size_multiple(version)
+    return multiple if multiple > 1 else 0
+
+
+def _library_for_prompts(
+    device: torch.device | str, block_size: int, head_dim: int
+) -> tuple[str, str] | None:
+    """Pick the library that computes prompts faster than Triton; None: none, or none is known."""
+    import torch
+
+    from baton_kernels.attention import flash
+    from baton_kernels.attention.measured import fastest_library
+
+    gpu = torch.cuda.get_device_name(device)
+    usable = [
+        name
+        for name in _FOR_PROMPTS
+        if _reason_against_library(name, block_size, device, head_dim) is None
+    ]
+    fastest = fastest_library(gpu, usable)
+    if fastest is not None:
+        library, ratio = fastest
+        return _FOR_PROMPTS[library], (
+            f"on {gpu}, steps with prompts were measured to take {ratio:.2f} of Triton's time"
+        )
+    if "flash_attn" in usable and flash.installed_version() == flash.NEWEST:
+        return "flash_triton", "the KV cache is on an NVIDIA GPU with FlashAttention-3"
+    return None
 
 
 def _invariant(device: torch.device | str, override: str | None) -> str:
@@ -147,27 +200,51 @@ def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
     return ATTENTION_BACKENDS.load(name).reason_against_fp8(torch.device(device))
 
 
-def _check(name: str, block_size: int, device: torch.device | str) -> None:
+def _check(name: str, block_size: int, device: torch.device | str, head_dim: int = 0) -> None:
     if name in _TRITON and find_spec("triton") is None:
         raise ConfigError("attention_backend: triton is not installed")
+    if name in _LIBRARY_OF:
+        problem = _reason_against_library(_LIBRARY_OF[name], block_size, device, head_dim)
+        if problem is not None:
+            field, reason = problem
+            raise ConfigError(f"{field}: {name} cannot be used: {reason}")
     ATTENTION_BACKENDS.load(name)
-    if name == "flash_attn":
-        from baton_kernels.attention.flash import block_size_multiple, installed_version
-
-        version = installed_version()
-        if version is None:
-            raise ConfigError("attention_backend: flash_attn is not installed")
-        multiple = block_size_multiple(version)
-        if block_size % multiple:
-            raise ConfigError(
-                f"block_size: a multiple of {multiple} for flash_attn {version}, got {block_size}"
-            )
-    if name == "flash_triton":
-        from baton_kernels.attention.flash_triton import reason_against
-
-        reason = reason_against(device)
-        if reason is not None:
-            raise ConfigError(f"attention_backend: flash_triton cannot be used: {reason}")
 
 
-__all__ = ["ATTENTION_BACKENDS", "WITH_ROW_ENDS", "choose_attention_backend"]
+def _reason_against_library(
+    library: str, block_size: int, device: torch.device | str, head_dim: int
+) -> tuple[str, str] | None:
+    """Return which field a library refuses, and why; None: it can be used.
+
+    Args:
+        head_dim: numbers of a head; 0: not known.
+    """
+    from baton_kernels.attention import flash, flashinfer
+
+    if library == "sdpa":
+        return None
+    if library == "flashinfer":
+        if not flashinfer.is_installed():
+            return "attention_backend", "FlashInfer is not installed"
+        head = flashinfer.reason_against_head(head_dim) if head_dim else None
+        return ("attention_backend", head) if head else None
+    version = flash.installed_version()
+    if version is None:
+        return "attention_backend", "FlashAttention is not installed"
+    if (problem := flash.reason_against_gpu(version, device)) is not None:
+        return "attention_backend", problem
+    multiple = flash.block_size_multiple(version)
+    if block_size % multiple:
+        return "block_size", (
+            f"FlashAttention {version} needs a multiple of {multiple}, got {block_size}"
+        )
+    head = flash.reason_against_head(head_dim) if head_dim else None
+    return ("attention_backend", head) if head else None
+
+
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "WITH_ROW_ENDS",
+    "choose_attention_backend",
+    "wanted_block_size",
+]

@@ -14,36 +14,37 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The tokens of each request that one step computes, and the places of their KV blocks.
+    """Which tokens of each request a step computes, and where the requests' KV blocks are.
 
-    Requests lie one after another in the token dimension. Tokens after the last request are padding
-    (slot -1), and so is a request with ``query_len`` 0: a step can be padded to a captured size.
+    Requests follow one another in the token dimension. To pad a step to a captured size, tokens
+    after the last request have slot -1, and further requests have ``query_len`` 0.
     """
 
     num_requests: int
     num_tokens: int
     query_start_loc: Tensor  # [num_requests + 1] int32, first token of each request
-    seq_lens: Tensor  # [num_requests] int32, tokens in the cache, this step's included
+    seq_lens: Tensor  # [num_requests] int32, tokens in the cache, including this step's
     block_table: Tensor  # [num_requests, max_blocks] int32; entries after seq_len are unspecified
     slot_mapping: Tensor  # [num_tokens] int64, block_id * block_size + offset, or -1 for padding
     max_query_len: int
     max_seq_len: int
-    query_lens: tuple[int, ...]  # host copy, so that a CPU backend never has to read a tensor
+    # host copy of the query lengths, so that no backend has to read a tensor
+    query_lens: tuple[int, ...]
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
-    # [num_tokens] int32, never descending within a request: the end of the keys that a token sees,
-    # at most seq_len. None: a token sees the keys up to itself. GPU backends need None.
+    # [num_tokens] int32, non-decreasing within a request: each token attends to keys before this
+    # position. None: attention is causal; GPU backends support nothing else.
     row_ends: Tensor | None = None
 
 
 class AttentionOptions(NamedTuple):
-    """How a layer attends; `baton_kernels.reference.paged_attention` defines each option.
+    """Options of a layer's attention, as `baton_kernels.reference.paged_attention` defines them.
 
     Attributes:
         scale: factor of the dot products.
-        sliding_window: most keys that a query sees: the newest, its own included.
-        soft_cap: cap of the scores.
-        value_dim: how many leading numbers of each value to use; None: all. For a cache of latents
-            (:func:`as_keys_and_values`), this leaves out numbers that belong only to keys.
+        sliding_window: number of newest keys that a query attends to, its own included.
+        soft_cap: soft cap of the attention scores.
+        value_dim: number of leading elements of each value to use; None: all. In a cache of latents
+            (:func:`as_keys_and_values`), the other elements belong only to keys.
         sinks: ``[num_heads]`` float32.
     """
 
@@ -78,11 +79,11 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why a device cannot have a float8 cache, as a phrase; None: it can."""
+        """Return why a device cannot use a float8 cache, as a phrase; None if it can."""
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare the work that all layers of the step share; call before the first ``run``."""
+        """Prepare what all layers of a step share; call before the first ``run``."""
 
     def run(
         self,
@@ -91,7 +92,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend for one layer, whose keys and values of this step are already in the cache.
+        """Compute one layer's attention; this step's keys and values must already be in the cache.
 
         Args:
             query: ``[num_tokens, num_heads, head_dim]``.

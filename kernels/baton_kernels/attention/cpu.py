@@ -19,7 +19,7 @@ _MaskKey = tuple[int, int | None, torch.dtype]
 
 
 class CpuAttention:
-    """``AttentionBackend`` over SDPA; all calls gather KV into the same buffer."""
+    """``AttentionBackend`` over SDPA; all calls gather KV into one shared buffer."""
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
@@ -31,14 +31,15 @@ class CpuAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: gathered blocks are converted."""
+        """Return None: a float8 cache is supported, as gathered blocks are converted."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Implement ``AttentionBackend.plan``.
 
-        The plan assumes the block size of the last step, which only the cache tells. If the cache
-        has another block size, as in the very first step, ``run`` plans again.
+        Only the cache, which ``plan`` does not get, tells the block size. The plan assumes the
+        block size of the previous step; if that is wrong, as in the first step, ``run`` plans
+        again.
         """
         self._metadata = metadata
         self._masks.clear()
@@ -61,8 +62,8 @@ class CpuAttention:
         window = options.sliding_window
         if window is not None and window >= metadata.max_seq_len:
             window = None
-        # [2, num_kv_heads, num_blocks, block_size, head_dim]: gathered along dim 2, the order is
-        # the one that SDPA reads, without another copy.
+        # [2, num_kv_heads, num_blocks, block_size, head_dim]: after gathering along dim 2, SDPA can
+        # read the result without another copy.
         cache = kv_cache.permute(1, 2, 0, 3, 4)
         out = query.new_empty(*query.shape[:2], options.value_dim or query.shape[2])
         if self._plan.num_rows < len(out):
@@ -109,7 +110,8 @@ class CpuAttention:
     ) -> None:
         tokens = self._gather(cache, group.block_ids, query.dtype)
         if group.pad_slots is not None:
-            # The mask hides pads, but NaN left by another request would still come through.
+            # The mask hides pads, but 0 * NaN is NaN, so NaN left by another request would still
+            # spread.
             tokens.index_fill_(2, group.pad_slots, 0.0)
         num_kv_heads, head_dim = tokens.shape[1], tokens.shape[3]
         by_request = tokens.view(2, num_kv_heads, group.num_requests, group.padded_len, head_dim)
@@ -140,7 +142,8 @@ class CpuAttention:
                 self._buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         gathered = self._buffer[:size].view(shape)
         torch.index_select(cache, 2, block_ids, out=gathered)
-        return gathered.view(2, num_kv_heads, -1, head_dim).to(dtype)  # copies only float8
+        # converts float8; no copy for other dtypes
+        return gathered.view(2, num_kv_heads, -1, head_dim).to(dtype)
 
     def _prompt_mask(
         self,
@@ -150,7 +153,10 @@ class CpuAttention:
         query: Tensor,
         row_ends: Tensor | None,
     ) -> Tensor | None:
-        """Make a mask ``[query_len, seq_len]`` to add to the scores; None: SDPA's own suffices."""
+        """Make a mask ``[query_len, seq_len]`` to add to scores.
+
+        Returns None if SDPA's causal mask suffices.
+        """
         if window is None and chunk.query_len == chunk.seq_len and row_ends is None:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -165,7 +171,10 @@ class CpuAttention:
     def _decode_mask(
         self, index: int, group: DecodeGroup, window: int | None, query: Tensor
     ) -> Tensor | None:
-        """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores; None: hide no key."""
+        """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores.
+
+        Returns None if every key is visible.
+        """
         if window is None and group.same_len:
             return None
         mask = self._masks.get((index, window, query.dtype))
@@ -188,7 +197,7 @@ def _attend(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Call SDPA; with soft caps or sinks, which SDPA lacks, compute in float32 without SDPA.
+    """Call SDPA, or compute soft caps and sinks, which SDPA lacks, in float32 without SDPA.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.
@@ -216,7 +225,7 @@ def _attend(
         scores = scores.masked_fill(hidden, -torch.inf)
     elif mask is not None:
         scores = scores + mask
-    if sinks is not None:  # a sink is one more column of scores
+    if sinks is not None:  # a sink is one more column of scores, without a value
         sink = sinks.view(len(sinks), -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).to(query.dtype)
@@ -225,17 +234,17 @@ def _attend(
 def _outside(
     key_at: Tensor, query_at: Tensor, window: int | None, ends: Tensor | None = None
 ) -> Tensor:
-    """Return True where a query at ``query_at`` must not see the key at ``key_at``.
+    """Return a mask that is True where a query may not attend to a key.
 
     Args:
-        ends: end of the keys that each query sees; None: a query sees keys up to its own position.
+        ends: each query attends to keys before this position; None: to keys up to its own position.
     """
     hidden = key_at >= (query_at + 1 if ends is None else ends)  # [queries, keys]
     return hidden if window is None else hidden | (key_at <= query_at - window)
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make an additive mask, as SDPA would convert a boolean one in every layer."""
+    """Make an additive mask: SDPA would convert a boolean mask again in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
         hidden, -torch.inf
     )

@@ -1,4 +1,4 @@
-"""How the CPU backend cuts a step into SDPA calls: prompt chunks one by one, decodes in groups.
+"""How the CPU backend divides a step into SDPA calls: prompt chunks one by one, decodes in groups.
 
 Refuses to know: layers, heads, dtypes; reads only lengths and block tables.
 """
@@ -25,7 +25,7 @@ MAX_GROUP_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """One request that computes several tokens: its rows of the query, and its blocks."""
+    """One request that computes several tokens: its rows of the query tensor, and its blocks."""
 
     rows: slice  # rows of the query tensor
     block_ids: Tensor  # [blocks of seq_len]
@@ -35,7 +35,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Requests with equal numbers of blocks that compute one token each, in one call.
+    """Requests with equal numbers of blocks that compute one token each, in one SDPA call.
 
     ::
 
@@ -65,7 +65,7 @@ class StepPlan:
 
 
 def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
-    """Cut one step into SDPA calls; make the index tensors that all layers share."""
+    """Divide a step into SDPA calls, and make the index tensors that all layers share."""
     query_lens, seq_lens = np.array(metadata.query_lens), np.array(metadata.seq_lens_host)
     ends = query_lens.cumsum()  # [num_requests], in rows of the query
     prompts: list[PromptChunk] = []
@@ -74,7 +74,7 @@ def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
         blocks = metadata.block_table[request, : -(-seq_len // block_size)]
         prompts.append(PromptChunk(slice(end - query_len, end), blocks, query_len, seq_len))
     decodes = (query_lens == 1).nonzero()[0]
-    # numpy, whose small operations, many per group, take a fraction of torch's time.
+    # numpy, because torch is many times slower for the many small operations per group
     device = metadata.block_table.device
     table = metadata.block_table.cpu().numpy()
     return StepPlan(
@@ -109,7 +109,7 @@ def _decode_group(
     num_blocks = -(-max_len // block_size)
     padded_len = num_blocks * block_size
     pad_slots = None
-    if min_len < max_len:  # block counts are equal, so only last blocks have pads
+    if min_len < max_len:  # only last blocks have pads
         slots = np.arange(padded_len - block_size, padded_len)  # [block_size]
         requests, offsets = (slots >= lens[:, None]).nonzero()
         pad_slots = torch.from_numpy(requests * padded_len + slots[offsets]).to(device)

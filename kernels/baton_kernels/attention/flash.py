@@ -1,4 +1,4 @@
-"""Paged attention with the flash_attn packages, to compare with our own kernels.
+"""Paged attention with the flash_attn packages.
 
 FlashAttention-3 (module ``flash_attn_interface``, Hopper) takes blocks of any size,
 FlashAttention-2 (package ``flash_attn``) only multiples of 256 tokens. Both want ``[num_blocks,
@@ -12,37 +12,61 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 
+LARGEST_HEAD = 256  # numbers of a head, in both packages
+HEAD_MULTIPLE = 8
+NEWEST, _HOPPER = 3, 9
+_MODULES = {NEWEST: "flash_attn_interface", 2: "flash_attn"}
+
 
 def installed_version() -> int | None:
     """Return the newest FlashAttention version that can be imported, 3 or 2, or None."""
-    if find_spec("flash_attn_interface") is not None:
-        return 3
-    return 2 if find_spec("flash_attn") is not None else None
+    return next((version for version, name in _MODULES.items() if find_spec(name)), None)
 
 
 def block_size_multiple(version: int) -> int:
     """Return the number that must divide the KV cache's block size."""
-    return 1 if version == 3 else 256
+    return 1 if version == NEWEST else 256
+
+
+def reason_against_gpu(version: int, device: torch.device | str) -> str | None:
+    """Return why a GPU cannot run this version, as a phrase; None: it can, or is no GPU."""
+    if version != NEWEST or torch.device(device).type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device)[0] == _HOPPER:
+        return None
+    return "FlashAttention-3 is for GPUs of compute capability 9.0"
+
+
+def reason_against_head(head_dim: int) -> str | None:
+    """Return why the packages cannot compute heads of this size, as a phrase; None: they can."""
+    if head_dim % HEAD_MULTIPLE or head_dim > LARGEST_HEAD:
+        return f"heads must have a multiple of 8 numbers, at most {LARGEST_HEAD}, got {head_dim}"
+    return None
 
 
 class FlashAttention:
-    """``AttentionBackend`` over ``flash_attn_with_kvcache`` (3) or ``flash_attn_varlen_func`` (2).
+    """``AttentionBackend`` over the newest installed FlashAttention.
 
+    Version 3 computes every step with ``flash_attn_with_kvcache``. Version 2 has no such function
+    for prompts of unequal lengths: ``flash_attn_varlen_func`` computes all steps but decodes.
     Takes only float16 and bfloat16, like the packages.
     """
 
     def __init__(self) -> None:
-        self._version = installed_version()
-        name = "flash_attn_interface" if self._version == 3 else "flash_attn"
-        self._functions = import_module(name)
+        version = installed_version()
+        assert version is not None, "refused when the backend is chosen"
+        self._version = version
+        self._functions: Any = import_module(_MODULES[version])
         self._key_starts = torch.empty(0, dtype=torch.int32)  # [num_requests + 1], for version 2
         self._num_rows = 0  # first row of padding
+        self._only_decodes = False
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
@@ -52,6 +76,7 @@ class FlashAttention:
     def plan(self, metadata: AttentionMetadata) -> None:
         """Implement ``AttentionBackend.plan``."""
         self._num_rows = sum(metadata.query_lens)
+        self._only_decodes = all(query_len == 1 for query_len in metadata.query_lens)
         ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
         self._key_starts = torch.cat((ends.new_zeros(1), ends))
 
@@ -68,37 +93,79 @@ class FlashAttention:
         # [num_blocks, block_size, num_kv_heads, head_dim] each
         key, value = kv_cache.transpose(2, 3).unbind(1)
         newest = options.sliding_window
-        window = (-1, -1) if newest is None else (newest - 1, 0)
-        out: Tensor
-        if self._version == 3:
-            out = self._functions.flash_attn_with_kvcache(
-                query,
-                key,
-                value,
-                cache_seqlens=metadata.seq_lens,
-                page_table=metadata.block_table,
-                cu_seqlens_q=metadata.query_start_loc,
-                max_seqlen_q=metadata.max_query_len,
-                softmax_scale=options.scale,
-                causal=True,
-                window_size=window,
-                softcap=options.soft_cap or 0.0,
-            )
+        shared = {
+            "softmax_scale": options.scale,
+            "causal": True,
+            "window_size": (-1, -1) if newest is None else (newest - 1, 0),
+            "softcap": options.soft_cap or 0.0,
+        }
+        rows = query[: self._num_rows]
+        if self._version == NEWEST:
+            found = self._all_with_version_3(rows, key, value, metadata, shared)
+        elif self._only_decodes:
+            found = self._decodes_with_version_2(rows, key, value, metadata, shared)
         else:
-            out = self._functions.flash_attn_varlen_func(
-                query,
-                key,
-                value,
-                cu_seqlens_q=metadata.query_start_loc,
-                cu_seqlens_k=self._key_starts,
-                max_seqlen_q=metadata.max_query_len,
-                max_seqlen_k=metadata.max_seq_len,
-                softmax_scale=options.scale,
-                causal=True,
-                window_size=window,
-                softcap=options.soft_cap or 0.0,
-                block_table=metadata.block_table,
-            )
-        if self._num_rows < len(out):
-            out[self._num_rows :].zero_()
-        return out
+            found = self._all_with_version_2(rows, key, value, metadata, shared)
+        if self._num_rows == len(query):
+            return found
+        return torch.cat((found, found.new_zeros(len(query) - self._num_rows, *found.shape[1:])))
+
+    def _all_with_version_3(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        shared: dict[str, Any],
+    ) -> Tensor:
+        found: Tensor = self._functions.flash_attn_with_kvcache(
+            query,
+            key,
+            value,
+            cache_seqlens=metadata.seq_lens,
+            page_table=metadata.block_table,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            **shared,
+        )
+        return found
+
+    def _all_with_version_2(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        shared: dict[str, Any],
+    ) -> Tensor:
+        found: Tensor = self._functions.flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_q=metadata.query_start_loc,
+            cu_seqlens_k=self._key_starts,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_seq_len,
+            block_table=metadata.block_table,
+            **shared,
+        )
+        return found
+
+    def _decodes_with_version_2(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        shared: dict[str, Any],
+    ) -> Tensor:
+        # This function divides long contexts among multiprocessors; the other one does not.
+        found: Tensor = self._functions.flash_attn_with_kvcache(
+            query.unsqueeze(1),  # [num_requests, 1, num_heads, head_dim]
+            key,
+            value,
+            cache_seqlens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            **shared,
+        )
+        return found.squeeze(1)

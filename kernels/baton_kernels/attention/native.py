@@ -1,7 +1,7 @@
 """Paged attention for CPUs in C, directly from the cache, without gathering or planning.
 
-The torch-only backend takes tensors that the C library does not support (such as float64), or all
-if there is no library. Refuses to know: models, schedulers, CUDA.
+Tensors that the C library does not support (such as float64), or all tensors without the library,
+go to the torch-only backend. Refuses to know: models, schedulers, CUDA.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class NativeAttention:
     def __init__(self) -> None:
         self._ops = native_ops()
         self._fallback = CpuAttention()
-        self._planned: AttentionMetadata | None = None  # the step planned by the fallback
+        # the latest step planned by the fallback backend
+        self._planned: AttentionMetadata | None = None
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: the op unpacks what it reads."""
+        """Return None: a float8 cache is supported, as the op converts what it reads."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:

@@ -1,4 +1,4 @@
-"""Paged attention by the definition itself: slow, but right on any device.
+"""Paged attention by the reference op: slow, but correct on any device.
 
 Refuses to know: everything but the call of ``baton_kernels.reference.paged_attention``.
 """
@@ -13,15 +13,15 @@ from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 
 
 class ReferenceAttention:
-    """``AttentionBackend`` that calls the definition; has nothing to plan."""
+    """An ``AttentionBackend`` that calls the reference op."""
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: the definition takes any dtype."""
+        """Return None: the reference op takes a cache of any dtype."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Do nothing: the definition reads the metadata directly."""
+        """Do nothing: the reference op reads the metadata directly."""
 
     def run(
         self,

@@ -32,42 +32,46 @@ class TritonAttention:
     """``AttentionBackend`` over the kernels of ``baton_kernels.triton``.
 
     Requests with one token go to the decode kernel, others to the kernel for prompt chunks. A small
-    kernel, launched by a step's first ``run``, divides the decode kernel's work on the device, so a
-    CUDA graph of a decode-only step works like this:
+    kernel, launched by a step's first ``run``, divides the decode kernel's work on the device. So a
+    decode-only step can be captured as a CUDA graph:
 
     * Capture: ``plan`` with metadata of the captured size, then capture the forward. The graph
       holds the planning kernel too, and each launch's size depends only on the captured size.
-    * Replay: write ``query_start_loc``, ``seq_lens``, ``block_table`` and ``slot_mapping`` into
-      the tensors of the captured metadata, and replay; call nothing here. A step with fewer
-      requests than captured ends in requests with ``query_len`` 0: their rows become zeros.
+    * Replay: write ``query_start_loc``, ``seq_lens``, ``block_table`` and ``slot_mapping`` into the
+      tensors of the captured metadata, and replay; call nothing here. A step with fewer requests
+      than captured is padded with requests of ``query_len`` 0, whose rows become zeros.
 
     The host lists the tiles of prompt chunks. To capture a step with prompt chunks, call
     ``plan_captured`` first; ``fill_captured`` then copies the step's requests to the device before
-    each replay. In such a step, all requests are in tiles, decodes too. Buffers (one per power of
-    two of requests) and tiles (one per captured size) are never freed, as a graph may hold them.
+    each replay. In a captured step with prompt chunks, decodes are in tiles, too. Buffers (one per
+    power of two of requests) and tiles (one per captured size) are never freed, as a graph may hold
+    their addresses.
     """
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
-        self._planned: set[int | None] = set()  # windows whose decodes are already divided
+        # sliding windows for which this step's decodes are divided already
+        self._planned: set[int | None] = set()
         self._tiles: dict[int | None, Tiles] = {}  # tiles of this step, by window
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}
         # Tiles of captured steps, by number of tokens and window.
         self._captured_tiles: dict[tuple[int, int | None], CapturedTiles] = {}
         self._captures = False
-        self._num_rows = 0  # rows before the padding
+        self._num_rows = 0  # first padding row
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Refuse GPUs before 8.9, which lack the instructions to convert float8."""
+        """Return why not for GPUs before compute capability 8.9, which cannot convert float8."""
         if has_fp8(device):
             return None
         return "float8 needs a GPU of compute capability 8.9 or newer"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
+        """Implement ``AttentionBackend.plan``; what depends on shapes is planned in the first
+        ``run``.
+        """
         self._metadata = metadata
         self._planned.clear()
         self._tiles.clear()
@@ -87,7 +91,7 @@ class TritonAttention:
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Copy the requests of the captured step of ``num_tokens`` tokens to the device.
+        """Copy to the device the requests of a step that replays a captured graph.
 
         Args:
             num_tokens: tokens of the captured step.
@@ -109,7 +113,8 @@ class TritonAttention:
         scale, sliding_window, soft_cap, value_dim, sinks = options
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
-        # A group's layers have caches of one shape; bound launches check the first layer's.
+        # All layers of a group have caches of one shape; bound launches check only the first
+        # layer's.
         alike = (
             query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, scale,
             sliding_window, soft_cap, sinks is None,
@@ -118,14 +123,15 @@ class TritonAttention:
         if bound is None:
             bound = self._bind(query, kv_cache, scale, sliding_window, soft_cap)
             self._bound[alike] = bound
-        make = torch.zeros_like if self._captures else torch.empty_like  # any row may be padding
+        # the plan does not tell which rows are padding
+        make = torch.zeros_like if self._captures else torch.empty_like
         out = make(query, memory_format=torch.contiguous_format)
         for part in bound:
             part.launch(out, query, kv_cache, sinks)
         if self._captures:
             return out
         if self._num_rows < len(out) and isinstance(bound[-1], BoundTiles):
-            out[self._num_rows :].zero_()  # otherwise, the decode kernel does this
+            out[self._num_rows :].zero_()  # otherwise, the decode kernel zeroes the padding
         return out
 
     def _bind(
@@ -136,7 +142,7 @@ class TritonAttention:
         sliding_window: int | None,
         soft_cap: float | None,
     ) -> tuple[BoundTiles | BoundDecodes, ...]:
-        """Plan the step's shared work, and bind its launches; see ``run``."""
+        """Plan what all layers share, and bind the step's launches; see ``run``."""
         metadata = self._metadata
         assert metadata is not None
         bound: list[BoundTiles | BoundDecodes] = []
@@ -185,7 +191,8 @@ class TritonAttention:
         assert metadata is not None
         key = metadata.num_tokens, sliding_window
         if key not in self._captured_tiles:
-            # Neither inference tensors nor a graph's: a step is computed once before its capture.
+            # Allocated outside inference mode and outside a graph: a step is computed once before
+            # its capture.
             with torch.inference_mode(mode=False):
                 self._captured_tiles[key] = CapturedTiles(
                     metadata.num_tokens, metadata.num_requests, shape, query.element_size(),

@@ -24,20 +24,23 @@ class InvariantTritonAttention:
 
     A decode-only step may be captured as with `TritonAttention`: its launches do not depend on
     lengths. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a graph
-    may hold them.
+    may hold their addresses.
     """
 
     reason_against_fp8 = staticmethod(TritonAttention.reason_against_fp8)
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[PagedShape, list[PartBuffers]] = {}  # largest last
+        # by number of requests, largest last
+        self._buffers: dict[PagedShape, list[PartBuffers]] = {}
         self._tiles: dict[PagedShape, Tensor] = {}  # tiles of this step
         # The step's launches, by the options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
+        """Implement ``AttentionBackend.plan``; what depends on shapes is planned in the first
+        ``run``.
+        """
         self._metadata = metadata
         self._tiles.clear()
         self._bound.clear()

@@ -23,7 +23,8 @@ from baton_kernels.triton.latents.attention import (
 class TritonLatentAttention:
     """``AttentionBackend`` for layers that keep one vector per token (MLA).
 
-    Each request with one token is split over programs; the host cuts other requests into tiles.
+    The keys of a request with one token are divided among programs; the host divides other
+    requests' queries into tiles.
     """
 
     def __init__(self) -> None:
@@ -31,15 +32,17 @@ class TritonLatentAttention:
         self._buffers: dict[int, DecodeBuffers] = {}  # by capacity in requests
         self._tiles: Tensor | None = None  # tiles of this step's prompts
         self._is_planned = False  # whether this step's decodes are planned
-        self._num_rows = 0  # rows before the padding
+        self._num_rows = 0  # first padding row
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason: no kernel stores latents in eight bits."""
+        """Return why not: no kernel stores latents in eight bits."""
         return "latents are not kept in float8"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on shapes."""
+        """Implement ``AttentionBackend.plan``; what depends on shapes is planned in the first
+        ``run``.
+        """
         self._metadata = metadata
         self._tiles, self._is_planned = None, False
         self._num_rows = sum(metadata.query_lens)

@@ -1,4 +1,4 @@
-"""``python -m baton_kernels.native.build_ahead FOLDER``: the library for all instruction sets."""
+"""Builds the C library for all instruction sets: ``-m ...build_ahead FOLDER``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.kernel_library.compilers import BuildError
 
 
 def main(words: Sequence[str]) -> int:
-    """Build into the given folder; return the exit code."""
+    """Build the library into the given folder; return the exit code."""
     if len(words) != 1 or words[0].startswith("-"):
         sys.stderr.write("usage: python -m baton_kernels.native.build_ahead FOLDER\n")
         return 2

@@ -1,4 +1,4 @@
-"""Compare structs in C with their copies in Python, before a library is used.
+"""Compares structs in C with their copies in Python, before a library is used.
 
 Calls pass fields by position, so a field missing or misplaced in either language would silently
 shift an operation's values. Refuses to know: compilers.
@@ -15,7 +15,7 @@ from baton.kernel_library.compilers import BuildError
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRUCT = re.compile(r"typedef struct\s*\{([^{}]*)\}\s*(\w+);")
-# A declaration: a type without stars, then names, maybe with stars.
+# A C declaration: a type without stars, then names, some maybe with stars.
 _DECLARATION = re.compile(r"(?:const )?(\w+) ?((?:\W*\w+,?)+)$")
 _POINTER, _WORD, _NUMBER = "pointer", "int64_t", "double"
 _KINDS = {
@@ -58,7 +58,7 @@ def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Str
 
 def _in_c(name: str, bodies: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for declaration in filter(None, (" ".join(one.split()) for one in bodies[name].split(";"))):
-        if "(*" in declaration:  # a function pointer
+        if "(*" in declaration:  # skip function pointers
             yield declaration[declaration.index("(*") + 2 : declaration.index(")")], _POINTER
             continue
         read = _DECLARATION.match(declaration)

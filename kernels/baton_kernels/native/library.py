@@ -1,4 +1,4 @@
-"""The loaded library, and the types of its functions.
+"""Loads the C library, and declares the types of its functions and structs.
 
 Refuses to know: tensors.
 """
@@ -390,7 +390,7 @@ def _tell_of_build() -> None:
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Load the library by its descriptor, as another file may be at its path now."""
+    """Load the library by its open descriptor, as its path may now have another file."""
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(opened if opened.exists() else path))

@@ -53,7 +53,7 @@ from baton_kernels.routing import Routing, Scoring
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
-# Type numbers, as in vectors.h.
+# Type codes of dtypes, as in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
 _ACTIVATIONS = {
     "silu": 1,
@@ -64,8 +64,8 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_KERNEL_SIZE = 16  # longest kernel of a convolution; a job keeps it on its stack
-_MAX_KEY_DIM = 512  # largest key_dim of a recurrence; a job keeps it on its stack
+_MAX_KERNEL_SIZE = 16  # longest convolution kernel, which is copied to the stack
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, whose keys are copied to the stack
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
@@ -80,11 +80,11 @@ _E2M1 = 7
 
 
 class NativeOps:
-    """The ops; one instance serves all threads, each of which keeps scratch memory of its own.
+    """The ops; one instance serves all threads; each thread has separate scratch memory.
 
     Attributes:
         panel_width: outputs of a panel of packed weights.
-        has_bfloat16: whether this CPU multiplies bfloat16 by instructions of its own.
+        has_bfloat16: whether this CPU has instructions that multiply bfloat16.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -389,13 +389,13 @@ class NativeOps:
     def add_low_rank_by_slot(
         self, out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
     ) -> None:
-        """Compute ``reference.add_low_rank_by_slot``: this op exists for GPUs."""
+        """Compute ``reference.add_low_rank_by_slot`` in torch, as this op exists for GPUs."""
         reference.add_low_rank_by_slot(out, x, slots, ids, tiles)
 
     def quantized_linear(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
-        """Compute ``reference.quantized_linear`` in torch: these weights are laid out for GPUs."""
+        """Compute ``reference.quantized_linear`` in torch: these weights are for GPUs."""
         return reference.quantized_linear(x, weight, bias)
 
     def invariant_linear(
@@ -414,7 +414,7 @@ class NativeOps:
     def packed_gated_linear(
         self, x: Tensor, weight: PackedWeight, activation: str = "silu"
     ) -> Tensor:
-        """Compute ``reference.packed_gated_linear``; in one pass if halves are whole panels."""
+        """Compute ``reference.packed_gated_linear``; in one pass if gates fill whole panels."""
         num_columns = weight.out_features // 2
         if x.dtype not in _FLOATS or num_columns % self.panel_width:
             return self.gated_mul(self.packed_linear(x, weight), activation)
@@ -518,7 +518,7 @@ class NativeOps:
         gated: int,
     ) -> LinearCall:
         groups = _tensors_of(weight.groups)
-        # Row indices (int64) have no type code, and unpacking needs none.
+        # Row indices (int64) have no type code; unpacking needs none.
         code = 0 if rows.dtype == torch.int64 else _CODES[rows.dtype]
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
@@ -551,7 +551,7 @@ class NativeOps:
         return ids, weights
 
     def experts(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Compute ``reference.experts`` in torch, as fast paths have packed weights."""
+        """Compute ``reference.experts`` in torch: native kernels need packed weights."""
         return reference.experts(x, *arguments, **options)
 
     def packed_experts(
@@ -600,7 +600,7 @@ class NativeOps:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor | None:
-        """Compute ``reference.paged_attention``; None: these dtypes are not supported."""
+        """Compute ``reference.paged_attention``; return None for unsupported dtypes."""
         scale, sliding_window, soft_cap, value_dim, sinks = options
         table = metadata.block_table
         assert sinks is None or sinks.dtype == torch.float32
@@ -632,7 +632,7 @@ class NativeOps:
     ) -> Tensor:
         """Compute ``reference.attend_runs`` with native kernels.
 
-        Each run is a request, whose keys and values lie in one block.
+        For the kernel, each run is a request whose keys and values form one block.
         """
         found, first = [], 0
         for count, length in runs:
@@ -652,8 +652,8 @@ class NativeOps:
     def find_run(self) -> Callable[[int, int, int, int], int]:
         """Return the C `lookup.find_run` for int32 tokens.
 
-        The function takes the tokens' address and number, and the least and most length of a run.
-        It returns the position after the earlier copy, or -1.
+        The C function takes the tokens' address and number, and the least and most length of a run.
+        The C function returns the position after the earlier copy, or -1.
         """
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found
@@ -773,7 +773,10 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor | None:
-        """Compute the delta rule, or without ``beta`` the selective scan; None: not supported."""
+        """Compute the delta rule, or without ``beta`` the selective scan.
+
+        Return None if unsupported.
+        """
         num_tokens, num_heads, value_dim = value.shape
         num_key_heads, key_dim = key.shape[1:]
         constants = [one for one in (log_decay, rate_bias, skip) if one is not None]
@@ -810,11 +813,14 @@ class NativeOps:
             self._recorder.tape.add(function, call, owners)
 
     def collect(self, group: RankGroup, tensor: Tensor, gathered: Tensor | None = None) -> bool:
-        """Add all ranks' tensors, in place; return whether the library supports the tensor.
+        """Sum all ranks' tensors, in place.
+
+        Return False if the library does not support the tensor.
 
         Args:
-            group: the group, in memory that its ranks share.
-            gathered: ``[size, *tensor.shape]``; if given, receives all tensors, without adding.
+            group: the group of ranks, in shared memory.
+            gathered: ``[size, *tensor.shape]``; if given, receives all ranks' tensors, which are
+                then not summed.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
             return False
@@ -829,11 +835,11 @@ class NativeOps:
     def place_threads(
         self, num_own_threads: int, own: frozenset[int], num_more: int, lent: frozenset[int]
     ) -> bool:
-        """Place the threads that compute for the calling thread, itself the first of them.
+        """Pin the calling thread and the threads that compute for it to cores.
 
         Args:
             num_own_threads: threads on the cores ``own``.
-            num_more: further threads, on the cores ``lent``.
+            num_more: further threads, on the borrowed cores ``lent``.
 
         Returns:
             Whether all threads were placed.
@@ -847,12 +853,12 @@ class NativeOps:
         return not self._library.baton_place_threads(call)
 
     def watch_lenders(self, num_own_threads: int, lenders: Sequence[int]) -> None:
-        """Let the calling thread compute only on own cores while a lender of cores is busy.
+        """Make the calling thread avoid borrowed cores whose owner is busy.
 
         Args:
-            lenders: address of two bytes per lender, valid until the next call. The lender sets the
-                first byte while it computes. This thread's computation on the lender's cores sets
-                the second byte. Empty: no cores are borrowed.
+            lenders: address of two bytes per lender, valid until the next call. The first byte is
+                set while the lender computes, the second while this thread computes on the lender's
+                cores. Empty: no cores are borrowed.
         """
         addresses = (ctypes.c_void_p * len(lenders))(*lenders)
         call = LendersCall(num_own_threads, len(lenders), ctypes.addressof(addresses))
@@ -860,7 +866,7 @@ class NativeOps:
         assert not failed, f"cores of {len(lenders)} lenders"
 
     def abort_ranks(self, group: RankGroup) -> None:
-        """Make every `collect` of a group's ranks fail from now on; any thread may call this."""
+        """Make every `collect` of a group fail from now on; safe from any thread."""
         self._library.baton_abort_ranks(group)
 
 
@@ -886,7 +892,7 @@ def _tensors_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
 
 
 def _whole_runs(count: int, length: int) -> AttentionMetadata:
-    """Describe runs whose rows all see their whole run, each in the block of its own number."""
+    """Describe runs in which every row attends to its whole run; run i is in block i."""
     num_rows = count * length
     lengths = torch.full((count,), length, dtype=torch.int32)
     return AttentionMetadata(
@@ -905,7 +911,7 @@ def _whole_runs(count: int, length: int) -> AttentionMetadata:
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors are contiguous, of one dtype that the library supports."""
+    """Return whether all tensors are contiguous and have one supported dtype."""
     dtype = tensors[0].dtype
     return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
@@ -913,17 +919,17 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _has_rows(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Return whether all tensors have this dtype, and gaps only between rows."""
+    """Return whether all tensors have this dtype and contiguous rows."""
     return all(tensor.dtype == dtype and _is_gapless(tensor) for tensor in tensors)
 
 
 def _is_gapless(tensor: Tensor) -> bool:
-    """Return whether a tensor has no gaps within an index of the first dimension."""
+    """Return whether a tensor is contiguous within each index of the first dimension."""
     return tensor[:1].is_contiguous()
 
 
 def _loc(metadata: StateMetadata) -> tuple[Tensor, ...]:
-    """Return the tensors with the places of a step's segments."""
+    """Return the tensors that locate a step's segments."""
     return (
         metadata.segment_start_loc,
         metadata.read_slots,
@@ -940,7 +946,7 @@ def _step(metadata: StateMetadata, num_tokens: int) -> tuple[int, ...]:
 
 
 def _is_weight(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is a norm's weight for ``x``: of the dtype of ``x``, or float32."""
+    """Return whether a tensor is a norm's weight for ``x``: in the dtype of ``x``, or float32."""
     known = (x.dtype, torch.float32)
     return weight.shape == shape and weight.dtype in known and weight.is_contiguous()
 

@@ -1,7 +1,8 @@
-"""Tapes: native calls, recorded once, that one call runs again over the same memory.
+"""Tapes: sequences of native calls, recorded once and replayed by one call on the same memory.
 
-For small ops, Python takes longer than the op. Like a CUDA graph, a tape holds addresses: callers
-write new inputs over the old ones before each run. Refuses to know: models, the meaning of calls.
+For small ops, calling from Python takes longer than the op. Like a CUDA graph, a tape holds
+addresses: callers overwrite the inputs before each run. Refuses to know: models, the meaning of
+calls.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton_kernels.native.library import TapeEntry
 
-# Functions of torch that may be called while a tape is recorded: none computes or copies.
+# Functions of torch allowed while a tape is recorded: none of them computes or copies.
 _HARMLESS = {
     "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty_strided", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select",
@@ -61,7 +62,7 @@ class Tape:
         call: ctypes.Structure,
         owners: tuple[Tensor | ctypes.Array[Any] | None, ...],
     ) -> None:
-        """Add one call; ``owners`` own the memory at the addresses in the call."""
+        """Add one call; ``owners`` own the memory that the call's addresses point to."""
         self._calls.append((function, call))
         self._kept.extend(owner for owner in owners if owner is not None)
 
@@ -77,16 +78,16 @@ class Tape:
 
 
 class Recorder(threading.local):
-    """The tape that each thread records, if any."""
+    """Holds the tape that each thread is recording, if any."""
 
     tape: Tape | None = None
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
-        """Add this thread's native calls to ``tape`` while the block runs.
+        """Record this thread's native calls on ``tape`` inside this context.
 
         Raises:
-            TapeError: torch computed something in the block.
+            TapeError: torch computed something inside the context.
         """
         assert self.tape is None, "a tape is recorded already"
         self.tape = tape
@@ -98,11 +99,11 @@ class Recorder(threading.local):
 
 
 class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which torch may only allocate and view."""
+    """A torch dispatch mode in which torch may only allocate and view."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, as otherwise the first op would import torch's compiler, for a second."""
+        """Return False; otherwise the first op would import torch's compiler, for a second."""
         return False
 
     def __torch_dispatch__(
@@ -114,7 +115,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.name in _HARMLESS:
             return func(*args, **(kwargs or {}))
-        # In inference mode, an op made of others (such as flatten) is not yet divided into them.
+        # In inference mode, composite ops (such as flatten) arrive here undivided.
         with self:
             result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
@@ -125,7 +126,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(
     recorder: Recorder, library: ctypes.CDLL, compute: Callable[[], Result]
 ) -> tuple[Tape, Result]:
-    """Run a computation once, and return a tape that repeats it.
+    """Run a computation once, and return a tape that replays it.
 
     Returns:
         The tape, and the result: tensors that every run of the tape overwrites.

@@ -1,6 +1,6 @@
-"""One tile of keys in attention kernels: find, score and fold it into the running softmax.
+"""One tile of keys in attention kernels: load it, score it, and add it to the running softmax.
 
-Refuses to know: requests, grids, the owners of a tile's rows.
+Refuses to know: requests, grids, which query a row belongs to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase
 
-# Constants of ahead-of-time cases, which have no sinks.
+# Constants of ahead-of-time cases without sinks.
 NO_SINKS: dict[str, int | float | bool | None] = {"sinks": None}
 _LOG2_E = math.log2(math.e)
 
@@ -55,7 +55,7 @@ class PagedShape:
 
     @property
     def padded_head_dim(self) -> int:
-        """Return the kernels' ``D``."""
+        """Return ``head_dim`` rounded up for dot products: the kernels' ``D``."""
         return padded_side(self.head_dim)
 
 
@@ -67,7 +67,7 @@ def _paged_shape(
     strides: tuple[int, ...],
     is_fp8: bool,
 ) -> PagedShape:
-    """Make the shape of `PagedShape.of`, once for equal arguments.
+    """Make the shape of `PagedShape.of`, cached for equal arguments.
 
     Args:
         token: ``(num_heads, head_dim)``.
@@ -90,12 +90,12 @@ class TileSize:
 
     tokens: int  # keys per tile
     num_warps: int
-    num_stages: int  # pipeline stages: the block table takes up to two, tiles the others
+    num_stages: int  # pipeline stages: the block table takes up to two, key tiles the rest
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return a GPU's number of streaming multiprocessors; a small number in the interpreter."""
+    """Return a GPU's number of streaming multiprocessors; in the interpreter, a small number."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -113,7 +113,7 @@ def scaled_scores(products, score_scale, cap, HAS_SOFT_CAP: tl.constexpr):
     """Scale products of queries and keys to scores whose ``exp2`` is the softmax weight."""
     scores = products * score_scale
     if HAS_SOFT_CAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), with the factor 2 log2(e) in score_scale.
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); score_scale contains the factor 2 log2(e).
         scores = cap - 2 * cap / (tl.exp2(scores) + 1)
     return scores
 
@@ -154,14 +154,14 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
 
 @triton.jit
 def sink_weights(sinks, heads, present, highest):
-    """Return each row's weight of the sink, relative to the highest score: ``[len(heads)]``."""
+    """Return the sink's softmax weight per row, relative to the highest score: ``[len(heads)]``."""
     scores = tl.load(sinks + heads, mask=present, other=0.0) * 1.4426950408889634  # log2(e)
     return tl.exp2(tl.minimum(scores - highest, 126.0))  # 2^128 exceeds a float
 
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """Return each row's softmax divisor, 1 if it sees no key; add sinks if the part is whole."""
+    """Return each row's softmax divisor (1 if it sees no key); if the part is whole, add sinks."""
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
@@ -183,7 +183,7 @@ def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
         The new ``(highest, total, acc)``.
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # A row that has seen no key would compute -inf - -inf.
+    # For a row that has seen no key, -inf - -inf would give NaN.
     anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(highest - anchor)
@@ -207,7 +207,7 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """Make a compilation case; other arguments have the same type in all attention kernels."""
+    """Make a compilation case; arguments not given have equal types in all attention kernels."""
     types = {"score_scale": "fp32", "cap": "fp32"}
     types |= dict.fromkeys(("query_stride", "block_stride"), "i32:16")
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}

@@ -1,4 +1,4 @@
-"""Paged attention for requests that compute one token: KV split over programs, then merged.
+"""Paged attention for requests that compute one token: KV is split over programs, then merged.
 
 Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head
 form one tile, and a request's tokens are divided among several programs, to fill the GPU.
@@ -43,11 +43,11 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.tile_sizes import decode_tile
 
-# Two tiles in flight take 64 KiB, so three programs per processor fit and saturate the memory of an
-# H200, which needs 30 KiB in flight per processor (latency times bandwidth).
+# Two tiles in flight take 64 KiB, so three programs fit on a multiprocessor and saturate an H200's
+# memory, which needs 30 KiB in flight per multiprocessor (latency times bandwidth).
 _PROGRAMS_PER_SM = 3
 _MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they save
-_MERGED_AT_ONCE = 4096  # numbers that merge_parts loads: 32 registers per thread
+_MERGED_AT_ONCE = 4096  # numbers that merge_parts loads at once: 32 registers per thread
 _NO_WINDOW = 2**31 - 1
 
 
@@ -58,7 +58,7 @@ def plan_decodes(
     query_start_loc,  # [num_requests + 1] int32
     seq_lens,  # [num_requests] int32
     num_requests,
-    window,  # most tokens that a query sees
+    window,  # most keys that a query attends to
     spare_slots,  # programs per KV head that fill the GPU
     num_slots,  # at least num_requests + spare_slots
     TILE: tl.constexpr,  # parts are whole tiles, except a request's last part
@@ -75,7 +75,7 @@ def plan_decodes(
     ends = tl.where(next_row - row == 1, ends, 0)
     starts = tl.maximum(ends - window, 0)
     lens = ends - starts
-    # Results in at most spare_slots full and num_requests partial parts.
+    # Gives at most spare_slots full parts and num_requests partial parts.
     part_tokens = tl.maximum(tl.cdiv(tl.sum(lens), spare_slots), MIN_PART_TOKENS)
     part_tokens = tl.cdiv(part_tokens, TILE) * TILE
     parts = tl.cdiv(lens, part_tokens)
@@ -112,7 +112,7 @@ def merge_parts(
     HEADS: tl.constexpr,  # GROUP rounded up
     PARTS: tl.constexpr,  # parts merged at once
 ):
-    """Combine one request's parts for one KV head, by their weights: ``[HEADS, D]``."""
+    """Combine one request's parts for one KV head, by their softmax weights: ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D)
     highest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -124,7 +124,7 @@ def merge_parts(
         rows = (first_slot + part)[:, None] * NUM_HEADS + (kv_head * GROUP + heads)[None, :]
         in_tile = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         pointers = part_out + rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        # Other processors wrote these values, so this processor's cache may be stale.
+        # Other multiprocessors wrote these values, so this one's cache may be stale.
         lse = tl.load(part_lse + rows, mask=present, other=-float("inf"), cache_modifier=".cg")
         values = tl.load(pointers, mask=in_tile, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(lse, 0))
@@ -218,12 +218,12 @@ def decode_attention(
         tl.store(part_out + slot * token_size + places, result, mask=in_tile)
         lse = part_lse + slot * (NUM_KV_HEADS * GROUP) + heads
         tl.store(lse, highest + tl.log2(total), mask=rows < GROUP)
-        # One thread counts. The barrier orders this program's stores before the release; the
-        # acquire orders other parts' stores before the last part's loads.
+        # One thread counts finished parts. The barrier orders this program's stores before the
+        # release; the acquire orders other parts' stores before the last part's loads.
         tl.debug_barrier()
         counter = arrived + request * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            tl.store(counter, 0)  # ready for the next launch
+            tl.store(counter, 0)  # reset for the next launch
             merged = merge_parts(
                 part_out, part_lse, sinks, tl.load(first_slot + request), parts, kv_head,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, D, HEADS, PARTS,
@@ -237,7 +237,7 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """Buffers through which a step's programs exchange results; later steps reuse them."""
+    """Buffers through which a step's programs exchange results; later steps reuse the buffers."""
 
     work: Tensor  # [num_slots, 4] int32
     first_slot: Tensor  # [num_requests + 1] int32
@@ -260,7 +260,7 @@ class DecodeBuffers:
 
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
-    """Return the number of slots that fill the GPU, whatever the number of requests."""
+    """Return the number of slots that fill the GPU, for any number of requests."""
     return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 
@@ -293,14 +293,14 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecodes:
-    """One step's launch for all layers with the same options, and its plan's buffers."""
+    """The launch for all layers of a step with equal options, and its plan's buffers."""
 
     attend: Launch
     metadata: AttentionMetadata
     buffers: DecodeBuffers
 
     def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
-        """Attend for requests that compute one token; zero the padding after all requests.
+        """Compute attention of requests with one new token; zero the padding after all requests.
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.

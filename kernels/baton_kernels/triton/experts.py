@@ -127,7 +127,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of a tile's middle after gating; round as the reference does."""
+    """Compute BLOCK_N columns of a tile's gated intermediate; round as the reference does."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:

@@ -1,7 +1,7 @@
-"""Launch Triton kernels without Triton's own search for the compiled variant.
+"""Launches Triton kernels without Triton's slow search for the compiled variant.
 
 Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs 3 us.
-Only the following matters, and most of it never changes while a model lives:
+Only these determine the variant, and most never change while a model is loaded:
 
     constants   a `Launcher` is made once for them
     numbers     strides and sizes, by value; those that Triton does not specialize on may change
@@ -26,18 +26,19 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-_ALIGNMENT = 16  # bytes; Triton calls a multiple of this aligned
+_ALIGNMENT = 16  # alignment in bytes for which Triton compiles aligned accesses
 _MAX_INT32 = 2**31 - 1
 _runtime = knobs.runtime
-# Function, grid, arguments before and after the addresses, whether addresses are one tuple.
+# Function, grid, arguments before the addresses, arguments after, and whether addresses are one
+# tuple.
 _Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
 
-# Most launches that an op keeps, one per shape; shapes change with every prompt.
+# Most launches cached per op, one per shape; shapes change with every prompt.
 NUM_KEPT = 512
 
 
 class Launcher:
-    """One kernel with its constants; make it once and keep it.
+    """One kernel with its constants; made once and kept.
 
     Args:
         kernel: the ``@triton.jit`` function, whose arguments are pointers, then numbers, then
@@ -48,7 +49,8 @@ class Launcher:
     def __init__(self, kernel: Any, **options: int | float | bool | str | None) -> None:
         self._kernel = kernel
         self._options = options
-        self.is_compiled = isinstance(kernel, JITFunction)  # otherwise, it is interpreted
+        # without a GPU, the kernel is interpreted
+        self.is_compiled = isinstance(kernel, JITFunction)
         self._variants: dict[tuple[object, ...], _Variant] = {}
         self._numbers: _Numbers | None = None
 
@@ -62,7 +64,7 @@ class Launcher:
 
         Args:
             grid: numbers of programs, one to three.
-            tensors: the kernel's pointers, in order; None where the kernel can do without.
+            tensors: the kernel's pointers, in order; None for optional pointers that are not used.
             numbers: the kernel's numbers, in order.
         """
         Launch(self, grid, numbers)(*tensors)
@@ -80,7 +82,7 @@ class Launcher:
         tensors: Sequence[Tensor | None],
         numbers: Sequence[int | float],
     ) -> tuple[object, ...]:
-        """Return the key of a variant."""
+        """Return the key under which a compiled variant is cached."""
         if self._numbers is None:
             self._numbers = _Numbers(self._kernel, len(tensors), len(numbers))
         return (
@@ -91,11 +93,11 @@ class Launcher:
         )
 
     def known(self, key: tuple[object, ...]) -> _Variant | None:
-        """Return the variant of a key, or None."""
+        """Return the compiled variant of a key, or None."""
         return self._variants.get(key)
 
     def remember(self, key: tuple[object, ...], compiled: Any, num_arguments: int) -> None:
-        """Keep a variant that Triton compiled for this many varying arguments."""
+        """Cache a variant that Triton compiled, with its number of varying arguments."""
         self._variants[key] = _Variant.of(compiled, self._options, num_arguments)
 
 
@@ -121,11 +123,12 @@ class Launch:
         """Launch the kernel on the current device and stream.
 
         Args:
-            tensors: the kernel's pointers, in order; None where the kernel can do without. Each
-                call has the same dtypes, and None in the same places.
+            tensors: the kernel's pointers, in order; None for optional pointers that are not used.
+                All calls must have equal dtypes, and None in the same positions.
         """
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-        if not self._launcher.is_compiled or enter.calls or leave.calls:  # a profiler listens
+        # a profiler hook is installed
+        if not self._launcher.is_compiled or enter.calls or leave.calls:
             self._launcher.through_triton(self._grid, tensors, self._numbers)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -139,7 +142,7 @@ class Launch:
             ready = self._find(device, alignment, tensors)
             if ready is None:
                 return
-        # As at the end of JITFunction.run; the called function leaves out constants and None.
+        # As at the end of JITFunction.run; the C function takes neither constants nor None.
         run, grid, middle, behind, takes_one = ready
         stream = active.get_current_stream(device)
         if takes_one:
@@ -150,7 +153,7 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Return the variant, if it is known; otherwise launch it through Triton, return None."""
+        """Return the cached variant; without one, launch through Triton and return None."""
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
         variant = launcher.known(key)
@@ -172,7 +175,7 @@ def bind(
 
 
 def _launch_nothing(*tensors: Tensor | None) -> None:
-    """Do nothing: the grid is empty."""
+    """Do nothing, because the grid is empty."""
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
@@ -226,7 +229,7 @@ class _Variant:
 
 
 class _Numbers:
-    """The numbers that Triton specializes a kernel on."""
+    """The arguments (strides and sizes) on whose values Triton specializes a kernel."""
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:
         params = kernel.params[first : first + count]
@@ -236,8 +239,8 @@ class _Numbers:
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
         """Return a key of the specialized numbers, and of other numbers that exceed 32 bits.
 
-        The key has whole values, of which Triton uses only some properties: they are a model's
-        sizes, so keys are few.
+        The key has the values themselves, although Triton uses only some of their properties:
+        values are a model's sizes, so there are few keys.
         """
         fixed = [numbers[place] for place in self._fixed]
         return fixed + [numbers[place] > _MAX_INT32 for place in self._free]

@@ -1,4 +1,4 @@
-"""Adapters' low-rank products: shrink a row by its adapter's A, expand the result by its B.
+"""LoRA adapters' low-rank products: shrink a row by its adapter's A, then expand the result by B.
 
 Rows are sorted by slot, in tiles of one slot each, see `RowTiles`. Grids depend on the number of
 rows and on the slots' sizes only, and the host reads nothing, so a CUDA graph can hold both
@@ -21,7 +21,8 @@ from baton_kernels.triton.launch import Launcher
 
 FEW_ROWS = 16  # rows of a tile; tl.dot takes no fewer
 MANY_ROWS = 64
-BLOCK_R = 32  # ranks of a program that shrinks, and of a step that expands
+# ranks that one program shrinks to; also ranks per loop step of a program that expands
+BLOCK_R = 32
 BLOCK_K = 64
 BLOCK_N = 64
 
@@ -29,7 +30,7 @@ BLOCK_N = 64
 def add_low_rank_by_slot(
     out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
 ) -> None:
-    """See `baton_kernels.reference.add_low_rank_by_slot`."""
+    """Compute `baton_kernels.reference.add_low_rank_by_slot` with Triton."""
     num_rows, depth = x.shape
     if not num_rows:
         return
@@ -88,7 +89,7 @@ def shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_R columns of a tile's middle: x times some rows of one part of A."""
+    """Compute BLOCK_R columns of a tile's product of x with one part of A."""
     tile = tl.program_id(0)
     blocks = tl.cdiv(max_rank, BLOCK_R)
     part = tl.program_id(1) // blocks

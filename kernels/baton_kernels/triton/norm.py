@@ -1,7 +1,7 @@
 """Root-mean-square norms, with or without adding to the residual stream first.
 
 One program holds whole rows in registers, so that every element is read and written once. Refuses
-to know: models, the places of norms.
+to know: models, where norms are applied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_rms_norm(
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Norm ``x``, plus the residual if any; return the norm and the sum."""
+    """Normalize ``x`` plus the residual, if any; return the normalized sum and the sum."""
     added = x if residual is None else residual
     launch = _bind(
         x.shape, x.stride(), added.stride(), x.dtype, weight.shape, weight.dtype,
@@ -67,7 +67,7 @@ def _bind(
     eps: float,
     factor: float,
 ) -> Callable[..., None] | None:
-    """Return the bound launch of a norm; None: rows have gaps."""
+    """Return the bound launch of a norm; None: rows are not contiguous."""
     size, num_rows = shape[-1], math.prod(shape[:-1])
     assert weight_shape == (size,), f"weight: [{size}], got {tuple(weight_shape)}"
     known = (dtype, torch.float32)
@@ -96,7 +96,7 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 4), 16)
 
 
-# Not specialized, as a new number must not cause a compilation while serving.
+# Not specialized: another number of rows must not recompile the kernel while serving.
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,

@@ -1,7 +1,7 @@
-"""The work between the joined projection and attention: norm heads, rotate, and store KV.
+"""Between the joined projection and attention: normalize heads, rotate them, and store KV.
 
-A program takes some heads of one token, of any kind: query and key heads are normalized and
-rotated, key and value heads go to the cache. Refuses to know: models, the choice of slots.
+A program processes some heads of one token: query and key heads are normalized and rotated, key and
+value heads are written to the cache. Refuses to know: models, who chooses slots.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _bind(
     key_scale: float,
     value_scale: float,
 ) -> tuple[tuple[int, int, int], Callable[..., None]]:
-    """Return the queries' shape and the bound launch; each dtype has its own."""
+    """Return the queries' shape and the bound launch; each dtype has a separate launch."""
     _, _, num_kv_heads, block_size, head_dim = cache_shape
     assert qkv_stride[1] == cache_stride[4] == 1
     known = (dtype, reference.FP8)
@@ -97,7 +97,7 @@ def _bind(
 def _norm_all_heads(
     qkv: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float
 ) -> Tensor:
-    """Norm a token's queries together, and its keys."""
+    """Normalize a token's query heads together, and its key heads together."""
     assert query_weight is not None
     assert key_weight is not None
     sizes = [len(query_weight), len(key_weight)]
@@ -160,7 +160,7 @@ def store_kv(
 
 
 def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Choose tile widths for half of the rotated dims, and for the dims after these; 0: none."""
+    """Choose tile widths for half of the rotated dims, and for the other dims (0: none)."""
     tail = head_dim - rotary_dim
     return {
         "HALF_BLOCK": triton.next_power_of_2(rotary_dim // 2),
@@ -208,7 +208,7 @@ def normalize(
 def norm_rotary_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, slots_ptr, out_ptr, cache_ptr,
     qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
-    key_factor, value_factor,  # factors of keys and values stored as float8
+    key_factor, value_factor,  # reciprocals of the scales of keys and values stored as float8
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,

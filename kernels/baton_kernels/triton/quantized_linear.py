@@ -1,14 +1,14 @@
 """Linear layers whose weights have 4 or 8 bits per number, see `baton_kernels.quantized`.
 
-A product is computed transposed, rows of the weight times tokens: the weight is then the operand
-that comes from registers, where its codes become numbers, and few tokens fill a tile of 16. If a
-chunk's codes share a scale, they are multiplied unscaled, and the scale multiplies their sum;
-otherwise, each plane becomes numbers in the dtype of ``x``. With few tokens, a row's inputs are
-summed in several parts, whose number depends on the weight's shape; the last part to finish adds
-all parts, in order.
+A product is computed transposed, rows of the weight times tokens. The weight is then the operand in
+registers, where codes are converted to numbers, and few tokens fill a tile of 16. If a chunk's
+codes share a scale, the codes are multiplied unscaled, and the scale multiplies their sum;
+otherwise, each plane is scaled and converted to the dtype of ``x``. With few tokens, a row's inputs
+are summed in several parts, whose number depends on the weight's shape; the last part to finish
+adds all parts, in order.
 
-For a prompt, codes become numbers once, in memory, as the vendor's product is then faster; so do
-float8 rows. Refuses to know: layers, formats of checkpoints.
+For a prompt, the whole weight (codes or float8) is first converted in memory, as the vendor's
+matrix product is then faster. Refuses to know: layers, formats of checkpoints.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-# Most tokens for which a row's inputs are summed in parts; also the tokens of a tile.
+# Most tokens for which a row's inputs are summed in several parts; also the tokens of a tile.
 FEW_TOKENS = 64
-# Fewest tokens for which unpacking pays, by measured times and the memory that it takes.
+# Fewest tokens for which unpacking the weight pays, by measured times and the memory that unpacking
+# takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
-WANTED_PROGRAMS = {4: 512, 8: 384}  # programs that fill a GPU, by bits per code
+WANTED_PROGRAMS = {4: 512, 8: 384}  # number of programs that fill a GPU, by bits per code
 WANTED_ROUNDED = 264
 _LEAST_CHUNKS = 4  # fewest chunks per part
 _STAGE_BYTES = 60 * 2**10  # shared memory for all stages
 _UNPACK_ROWS = 16
-_ALL = 2**30  # more inputs than any row has: one group
+_ALL = 2**30  # as group size: larger than any row, so a row is one group
 SUPER_GROUP = tl.constexpr(_SUPER_GROUP)
 WORDS = tl.constexpr(SIDE)
 
@@ -83,7 +84,7 @@ def rounded_tile(num_tokens: int) -> ProductTile:
 
 
 def tokens_of(num_tokens: int) -> int:
-    """Return the tokens of a tile for a small number of tokens."""
+    """Return a tile's number of tokens for a small batch."""
     return min(FEW_TOKENS, padded_side(num_tokens))
 
 
@@ -123,7 +124,7 @@ def _unpacked_from(weight: QuantizedWeight) -> int:
 
 
 def _rounded_in_memory(x: Tensor, group_size: int) -> Tensor:
-    """Round inputs to float8 in groups, and convert them back to their own dtype."""
+    """Round inputs to float8 in groups, and convert them back to the dtype of ``x``."""
     numbers, scales = round_inputs(x, FLOAT8, group_size)
     return unpacked(RoundedWeight(numbers, scales, group_size, scales), x.dtype)
 
@@ -136,7 +137,7 @@ def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
 
 @functools.cache
 def _scales_rows(device: torch.device) -> bool:
-    """Return whether the vendor's float8 product can take a scale per row on this device."""
+    """Return whether the vendor's float8 product supports a scale per row on this device."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -187,7 +188,7 @@ def grouped_linear(
 def _grid_and_sums(
     out: Tensor, tile: ProductTile, parts: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """Return a product's grid, and memory for the parts' sums, if there are several parts."""
+    """Return a product's grid, and a buffer for the parts' sums if there are several parts."""
     num_tokens, out_features = out.shape
     assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
     grid = (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts)
@@ -312,10 +313,11 @@ def _options(tile: ProductTile) -> dict[str, int]:
 
 
 def _nibbles(kind: str, base: int, one: int, less: int) -> str:
-    """Return assembly code that makes two numbers of each of eight planes, from two words.
+    """Return assembly code that unpacks two words to two numbers in each of eight planes.
 
-    The last bit of ``base`` counts 1, so ``base`` with a code in its low bits is ``base`` plus the
-    code. Then ``less`` is subtracted. Constants are two numbers of ``kind``, side by side.
+    The lowest bit of the float ``base`` is worth 1, so ``base`` with a code in its low bits is
+    ``base`` plus the code. Then ``less`` is subtracted. Constants are two numbers of ``kind``,
+    packed in a word.
     """
     names = [f"plane{place}" for place in range(8)]
     halves = {0: "prmt.b32 plane0, $8, $9, 0x5410;", 4: "prmt.b32 plane4, $8, $9, 0x7632;"}
@@ -331,7 +333,7 @@ def _nibbles(kind: str, base: int, one: int, less: int) -> str:
 
 
 def _bytes_bf16(less: int) -> str:
-    """Return assembly code that makes two numbers of each of four planes, via float32.
+    """Return assembly code that unpacks two numbers of each of four planes, via float32.
 
     The float 2^23 with a code in its lowest bits is 2^23 plus the code; ``less`` is added.
     """
@@ -366,7 +368,7 @@ _BF16_8_FROM_0 = tl.constexpr(_bytes_bf16(0xCB000000))
 _BF16_8 = tl.constexpr(_bytes_bf16(0xCB000080))
 _FP16_8_FROM_0 = tl.constexpr(_bytes_fp16(0xE400E400))
 _FP16_8 = tl.constexpr(_bytes_fp16(0xE480E480))
-# Results are written before the last word is read, so they need their own registers.
+# Results are written before the last word is read, so results need separate registers.
 _EIGHT_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
@@ -442,11 +444,11 @@ def group_numbers(ptr, factor_ptr, group, row, out_features, GROUP: tl.constexpr
 
 @triton.jit
 def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return some rows' scale and minimum in a plane's group; without minima, the scale twice."""
+    """Return scale and minimum of some rows in a plane's group; without minima, the scale twice."""
     chunk, groups, row, in_features, out_features = at
     scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr = groups
     first = chunk * (512 // BITS) + place * 16
-    # The last chunk may have planes without inputs; these take any group.
+    # The last chunk may have planes without inputs, for which any group will do.
     group = tl.minimum(first, in_features - 1) // GROUP
     scale = group_numbers(scale_ptr, factor_ptr, group, row, out_features, GROUP)
     minimum = scale
@@ -474,8 +476,8 @@ def numbers_of(
     """Unpack a chunk's codes to numbers, ``[rows, inputs]``, scaled if ``IS_SCALED``.
 
     ``at``: the chunk, pointers to the groups' numbers, the rows, and the numbers of all inputs and
-    rows. Planes are interleaved: an input's index is its plane first, then its word. So each number
-    stays in the register in which it is unpacked when it becomes an operand.
+    rows. Planes are interleaved so that each number is an operand in the register where it was
+    unpacked.
     """
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
@@ -517,9 +519,10 @@ def numbers_of(
 def store_sums(
     total, scale, sum_ptr, bias_ptr, out_ptr, arrived_ptr, token, row, num_tokens, out_features
 ):
-    """Store sums ``[rows, tokens]``, or keep a part's sums; the last part adds all parts.
+    """Store sums ``[rows, tokens]``, or keep a part's sums; the last part adds all parts and stores
+    them.
 
-    ``scale``: factor of the whole sum, or None.
+    ``scale``: factor of the complete sum, or None.
     """
     is_row = row < out_features
     exists = is_row[:, None] & (token < num_tokens)[None, :]
@@ -529,13 +532,13 @@ def store_sums(
     if sum_ptr is not None:
         size = num_tokens * out_features
         tl.store(sum_ptr + tl.program_id(2) * size + place, total, mask=exists)
-        # One thread counts. The barrier orders this program's stores before the release; the
-        # acquire orders other parts' stores before the last part's loads.
+        # One thread counts finished parts. The barrier orders this program's stores before the
+        # release; the acquire orders other parts' stores before the last part's loads.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
         is_last = is_last == parts - 1
         if is_last:
-            tl.store(arrived_ptr + tl.program_id(1), 0)  # ready for the next launch
+            tl.store(arrived_ptr + tl.program_id(1), 0)  # reset for the next launch
             total = tl.zeros_like(total)
             for part in range(parts):
                 total += tl.load(sum_ptr + part * size + place, mask=exists, other=0)
@@ -549,7 +552,7 @@ def store_sums(
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-# Not specialized, as a new number must not cause a compilation while serving.
+# Not specialized: another number of tokens must not recompile the kernel while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_kernel(
     x_ptr, code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, bias_ptr, out_ptr,
@@ -560,7 +563,7 @@ def grouped_kernel(
     """Multiply BLOCK_N rows of the weight by BLOCK_M tokens, over some chunks of the inputs."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Places beyond the last row or token load the last one; their results are not stored.
+    # Out-of-range rows and tokens load the last row or token; their results are not stored.
     known = tl.minimum(row, out_features - 1)
     CHUNK: tl.constexpr = 512 // BITS
     depth = tl.arange(0, CHUNK)
@@ -642,7 +645,7 @@ def rounded_kernel(
 ):  # fmt: skip
     """Multiply some rows of the weight by some tokens; ``GROUP`` 0: one scale per row.
 
-    Integers are summed as integers, so that order does not matter.
+    int8 products are summed as integers, so that the order does not matter.
     """
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -663,8 +666,8 @@ def rounded_kernel(
         if IS_EXACT:
             total = tl.dot(weight, x, total, out_dtype=tl.int32)
         else:
-            # Float8 sums in a matrix unit lose bits, so each block's sum is added outside. The
-            # scale in between keeps a compiler from joining the sums.
+            # Float8 sums in a matrix unit lose bits, so each block's sum is added outside. Scaling
+            # in between stops the compiler from merging the two sums.
             product = tl.dot(weight, x)
             if GROUP:
                 group = start // GROUP
@@ -689,7 +692,7 @@ def round_kernel(
     x_ptr, number_ptr, scale_ptr, x_stride, num_tokens, size, group_size,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Round one group of one token: its largest number becomes ``LARGEST``."""
+    """Round one group of one token, scaling the group's largest number to ``LARGEST``."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = group * group_size
     end = tl.minimum(first + group_size, size)

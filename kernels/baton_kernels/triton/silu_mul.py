@@ -30,7 +30,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
     """Compute `baton_kernels.reference.gated_mul` with Triton."""
     shape, launch = _bind(gate_up.shape, gate_up.stride(), gate_up.dtype, activation)
-    if launch is None:  # rows have gaps
+    if launch is None:  # rows are not contiguous
         return gated_mul(gate_up.contiguous(), activation)
     out = gate_up.new_empty(shape)
     launch(gate_up, out)
@@ -56,7 +56,7 @@ def _bind(
     """Return the result's shape and the bound launch; None: rows are not contiguous.
 
     Args:
-        dtype: dtype of the tensors; each dtype has its own launch.
+        dtype: dtype of the tensors; each dtype has a separate launch.
     """
     *rows, both = shape
     size, row = both // 2, row_stride(shape, stride)
@@ -96,7 +96,7 @@ def gate_of(x, ACTIVATION: tl.constexpr):
             u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         if ACTIVATION == "clamped_swiglu":
             u = SWIGLU_ALPHA * x
-        # exp of minus the magnitude cannot overflow.
+        # exp of a negative number cannot overflow
         small = tl.exp(-tl.abs(u))
         gate = x * tl.where(u >= 0, 1.0, small) / (1 + small)
     return gate
@@ -177,7 +177,7 @@ def _gate_case(activation: str) -> AotCase:
     )
 
 
-# Activations of gates in separate tensors; other gates are half of a tensor.
+# Activations of gates in separate tensors; all other gates are half of a joined tensor.
 _ALONE = ("sigmoid", "relu")
 AOT_CASES = tuple(
     _gate_case(activation) if activation in _ALONE else _case(activation)

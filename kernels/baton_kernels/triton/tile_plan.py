@@ -1,6 +1,6 @@
-"""Cut a step of prompt chunks into the work of programs, on the host.
+"""Divides a step's prompt chunks among programs, on the host.
 
-A tile has as many new tokens of one request as fit, with all query heads of one KV head. A few
+A tile holds new tokens of one request, as many as fit, with all query heads of one KV head. A few
 tiles with many keys, such as a short question after a long cached prefix, are split along the keys,
 to fill the GPU; the parts are then merged::
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 _ONLY_PART = -1
-MIN_PART_KEYS = 512  # finer splits cost more in merging than they save
+MIN_PART_KEYS = 512  # fewest keys of a part: finer splits cost more in merging than they save
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TilePlan:
     """All programs of one step and one KV head, and the merges after these."""
 
     parts: npt.NDArray[np.int32]  # [n, 5]: request, first new token, first key, end key, slot
-    # (-1: the tile has only this part, no merging needed); parts with most keys first
+    # (-1: the tile has one part, which needs no merging); parts with most keys first
     merges: npt.NDArray[np.int32]  # [m, 4]: request, first new token, first slot, parts
     num_slots: int
 
@@ -45,9 +45,9 @@ def plan_tiles(
     sliding_window: int | None,
     least_new: int = 2,
 ) -> TilePlan:
-    """Cut requests into tiles, except those with fewer new tokens than ``least_new``.
+    """Divide requests with at least ``least_new`` new tokens into tiles.
 
-    This happens once per step, and most steps have few tiles, so plain loops beat arrays.
+    Uses plain loops, which are faster than arrays for the few tiles of most steps.
 
     Args:
         query_lens: new tokens of each request.
@@ -57,8 +57,9 @@ def plan_tiles(
             this size.
         block_size: tokens per block of the KV cache; parts begin at a block.
         num_programs: programs per KV head that fill the GPU.
-        sliding_window: most keys that a query sees, the newest; None: all.
-        least_new: fewest new tokens of a request to cut; another kernel computes the others.
+        sliding_window: number of newest keys that a query attends to; None: all.
+        least_new: fewest new tokens of a request to divide into tiles; another kernel computes the
+            rest.
     """
     tiles: list[tuple[int, int, int, int]] = []  # request, first new token, first key, end key
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):

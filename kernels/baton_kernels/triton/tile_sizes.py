@@ -1,7 +1,7 @@
-"""Tile sizes of both attention kernels, by head size and by the device's shared memory.
+"""Tile sizes of the attention kernels for decodes and prompts, by head size and shared memory.
 
-Chosen by the compiled code's use of registers and memory (``tools/compile_kernels.py``), not by
-times. Refuses to know: kernels, steps.
+Sizes were chosen by the compiled code's use of registers and memory (``tools/compile_kernels.py``),
+not by measured times. Refuses to know: kernels, steps.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227,
 LEAST_SHARED_KIB = 99
 
 # All by padded head size. With 5 stages, the next tile of keys and values loads while a program
-# waits for the current one (``cp.async.wait_group 3``); with 3 or 4, not, see `TileSize`.
-_DECODE = {  # three programs per processor, with 72 KiB each
+# waits for the current one (``cp.async.wait_group 3``); with 3 or 4 stages, the next tile is not
+# loaded ahead (see `TileSize`).
+_DECODE = {  # three programs per multiprocessor, with 72 KiB each
     16: TileSize(128, 4, 5),
     32: TileSize(128, 4, 5),
     64: TileSize(128, 4, 5),
     128: TileSize(64, 4, 5),
     256: TileSize(32, 4, 5),
 }
-# Converting keys takes registers: a shorter pipeline avoids spills.
+# Converting float8 keys takes registers; a shorter pipeline avoids register spills.
 _DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4)}
 
 _VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # query tokens times heads
-# Half the rows with 4 warps would let two programs share a processor of 9.0, but each key would be
-# read twice as often, and the L2 cache lacks the bandwidth for 64 operations per byte.
+# With half the rows and 4 warps, two programs would share a multiprocessor (capability 9.0), but
+# each key would be read twice as often, for which the L2 cache lacks bandwidth.
 _VARLEN = {  # at most 130 KiB
     16: TileSize(128, 8, 5),
     32: TileSize(128, 8, 5),
@@ -45,7 +46,7 @@ _VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # at most 97 KiB, for GPUs 
 
 @functools.cache
 def shared_kib(device: torch.device) -> int:
-    """Return a program's KiB of shared memory on this device; the interpreter has enough."""
+    """Return the shared memory of a program on this device, in KiB; the interpreter has enough."""
     if device.type != "cuda":
         return max(SHARED_KIB.values())
     return SHARED_KIB.get(torch.cuda.get_device_capability(device), LEAST_SHARED_KIB)
@@ -69,9 +70,10 @@ def varlen_rows(shape: PagedShape, element_size: int) -> int:
 
 
 def _choose(sizes: Mapping[int, TileSize], shape: PagedShape, element_size: int) -> TileSize:
-    """Choose the entry of a head size; ``sizes`` is for elements of two bytes, as in most models.
+    """Choose a head size's entry; ``sizes`` assumes elements of two bytes, as in most models.
 
-    float32 has no tensor cores (TensorFloat-32 rounds), so its tiles only have to be correct.
+    float32 has no tensor cores (TensorFloat-32 rounds), so its tiles are only chosen to work, not
+    for speed.
     """
     size = sizes[shape.padded_head_dim]
     if element_size <= 2:

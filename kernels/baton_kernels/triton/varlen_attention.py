@@ -4,7 +4,7 @@ FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A program takes a r
 (``tile_plan``) and a tile of new tokens with all query heads of one KV head, so that each key is
 loaded once for all of these heads.
 
-Refuses to know: how the host cuts a step into tiles, requests with one new token.
+Refuses to know: how the host divides a step into tiles, requests with one new token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from baton_kernels.triton.tile_sizes import (
 )
 
 _NO_TOKEN = 2**30  # a position after every request's last
-_MERGED_ROWS = 16  # rows of a tile that one program of merge_tiles takes
+_MERGED_ROWS = 16  # rows of a tile that one program of merge_tiles merges
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def varlen_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Grid (NUM_KV_HEADS, num_parts): one part of a tile, for one KV head."""
+    """Attend over one part of a tile, for one KV head. Grid (NUM_KV_HEADS, num_parts)."""
     kv_head = tl.program_id(0)
     part = parts + tl.program_id(1) * 5
     request = tl.load(part)
@@ -142,7 +142,7 @@ def varlen_attention(
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    diagonal = start  # all keys are masked, as each row has its own window
+    diagonal = start  # mask all keys, as each row has a different window
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
         diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE
@@ -152,7 +152,7 @@ def varlen_attention(
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    # Count positions from start, the first of a block: this saves registers.
+    # Count positions relative to start, which begins a block: this saves registers.
     table_row += start // BLOCK_SIZE
     positions -= start
     diagonal -= start
@@ -196,7 +196,7 @@ def merge_tiles(
     D: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
 ):
-    """Grid (NUM_KV_HEADS, num_merges, M / ROWS): combine the parts of some rows of a tile."""
+    """Merge the parts of some rows of a tile. Grid (NUM_KV_HEADS, num_merges, M / ROWS)."""
     kv_head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 4
     request = tl.load(merge)
@@ -219,7 +219,7 @@ def merge_tiles(
         pointers = part_out + slot_rows[:, None] * HEAD_DIM + dims[None, :]
         values = tl.load(pointers, mask=in_tile, other=0.0)
         new_highest = tl.maximum(highest, lse)
-        # A row that has seen no key would compute -inf - -inf.
+        # For a row that has seen no key, -inf - -inf would give NaN.
         anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         weight = tl.exp2(lse - anchor)
         shrink = tl.exp2(highest - anchor)
@@ -251,7 +251,7 @@ def plan_step(
     sliding_window: int | None,
     device: torch.device,
 ) -> Tiles:
-    """Plan this step's launches of :class:`BoundTiles` for all layers with one window."""
+    """Plan this step's tiles of :class:`BoundTiles`, for all layers with one window."""
     cut = _cut(shape, element_size, device)
     plan = plan_tiles(
         metadata.query_lens, metadata.seq_lens_host, sliding_window=sliding_window, **cut
@@ -265,7 +265,7 @@ def plan_step(
 
 
 def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str, int]:
-    """Return the options by which a device's steps are cut, see `plan_tiles`."""
+    """Return the options of `plan_tiles` for a shape on a device."""
     return {
         "tokens_per_tile": varlen_rows(shape, element_size) // shape.group,
         "keys_per_step": varlen_tile(shape, element_size, shared_kib(device)).tokens,
@@ -275,10 +275,10 @@ def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str
 
 
 class CapturedTiles:
-    """Tiles at fixed addresses, for all steps up to a number of tokens and requests.
+    """Tiles at fixed addresses, for all steps up to ``num_tokens`` and ``num_requests``.
 
-    Every request is in tiles, even with one new token. Parts that a step does not need get tokens
-    that no request has.
+    Every request is in tiles, even with one new token. Parts that a step does not need get
+    positions after every request's end.
 
     Args:
         num_tokens: tokens of the captured step.
@@ -305,9 +305,10 @@ class CapturedTiles:
         self._sliding_window = sliding_window
         parts_of_work = self._cut["tokens_per_tile"], self._cut["num_programs"]
         capacity = most_parts(num_tokens, num_requests, *parts_of_work)
-        capacity = -(-capacity // 4) * 4  # so that the merges begin at a multiple of 16 bytes
+        capacity = -(-capacity // 4) * 4  # so that the merges' address is a multiple of 16 bytes
         parts = np.tile(np.array([0, _NO_TOKEN, 0, 0, -1], dtype=np.int32), (capacity, 1))
-        # Cut tiles have two parts or more. Unused entries have one, to avoid dividing by 0.
+        # A divided tile has two parts or more. Unused entries have one part, to avoid a division by
+        # 0.
         merges = np.tile(np.array([0, _NO_TOKEN, 0, 1], dtype=np.int32), (capacity // 2, 1))
         self._num_in_parts = parts.size
         self._idle = np.concatenate((parts.reshape(-1), merges.reshape(-1)))
@@ -338,7 +339,7 @@ class BoundTiles:
     """One step's launches for all layers with the same options.
 
     Attributes:
-        attend, merge: launches; ``merge`` is None if no tile is cut.
+        attend, merge: launches; ``merge`` is None if no tile is split.
     """
 
     attend: Launch
@@ -349,7 +350,7 @@ class BoundTiles:
     part_lse: Tensor
 
     def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
-        """Attend for the tokens in ``tiles``.
+        """Compute attention for the tokens in ``tiles``.
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
@@ -383,7 +384,7 @@ def bind_tiles(
         metadata: lengths and blocks of the step's requests.
         tiles: tiles of :func:`plan_step` for this step and window.
         scale: factor of the dot products.
-        sliding_window: most keys that a query sees, the newest; None: all.
+        sliding_window: number of newest keys that a query attends to; None: all.
         soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
@@ -413,7 +414,7 @@ def bind_tiles(
 def _launchers(
     shape: PagedShape, element_size: int, shared: int, has_window: bool, has_soft_cap: bool
 ) -> tuple[Launcher, Launcher]:
-    """Return the launchers of `varlen_attention` and `merge_tiles`; ``shared``: KiB per program."""
+    """Return the launchers of `varlen_attention` and `merge_tiles`; ``shared`` is in KiB."""
     tile = varlen_tile(shape, element_size, shared)
     return (
         Launcher(

@@ -1,1 +1,1 @@
-"""The transport over NIXL."""
+"""The transport over NIXL, with one-sided writes."""

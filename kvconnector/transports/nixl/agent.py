@@ -1,8 +1,8 @@
-"""NixlAgent: the only module that imports nixl. Typed; every failure is a TransferError.
+"""NixlAgent: the only module that imports nixl. It is typed, and every failure is a TransferError.
 
-NIXL shapes this file: writes cannot be cancelled, its progress thread burns a core, thread safety
-is off by default, errors are exceptions, and a bad address kills the receiver. So one thread makes
-all calls, and addresses come from tables made here.
+NIXL has these properties: writes cannot be cancelled, its progress thread uses a whole core, thread
+safety is off by default, errors are exceptions, and a bad address crashes the receiver. So one
+thread makes all calls, and addresses come only from tables made here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
-# Most released peers that NIXL still knows. A peer whose process has ended costs some kilobytes.
-# Dropping a living peer leaves a TCP connection open on both sides.
+# Most released peers that NIXL keeps. A peer whose process has ended costs some kilobytes. Dropping
+# a living peer leaves a TCP connection open on both sides.
 MAX_RELEASED = 256
-# Longest silence of a kept connection; after a network cut, it may be dead without an error.
+# Longest silence of a reused connection in seconds. After a network failure, the connection may be
+# dead without an error.
 ANSWER_TIMEOUT_S = 2.0
 
 
 def _import_nixl() -> Any:
-    # read once, when UCX starts; an operator's own settings stay
-    # UCX listens without authentication on each device that it may use; hence loopback only.
+    # UCX reads these variables once, at its start; values that an operator has set are kept. UCX
+    # listens without authentication on each device that it may use, so the default is loopback
+    # only.
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -43,22 +45,23 @@ def _import_nixl() -> Any:
 
 
 def _words(error: Exception) -> str:
-    """Return NIXL's error, with UCX's reason if any, which NIXL's codes do not tell."""
+    """Return NIXL's error with UCX's reason, if any; NIXL's error codes do not tell the reason."""
     if "BACKEND" not in str(error):
         return str(error)
     return f"{error} (UCX's lines in this node's log say why; UCX_LOG_LEVEL=info: more of them)"
 
 
 class NixlAgent:
-    """NIXL's agent of this process, with the memory that it has registered.
+    """The NIXL agent of this process, with the memory that it has registered.
 
-    When told to forget a peer, NIXL does not close the peer's connection. So a released peer is
-    kept instead, and found again by name and metadata. A name belongs to one process start, so
-    NIXL's data about the peer stays true. Nothing is written to a released peer, as its tables are
-    gone.
+    NIXL does not close the connection of a peer that it is told to forget. So a released peer is
+    kept, and found again by name and metadata. A name belongs to one process start, so NIXL's data
+    about the peer stays valid. Nothing is written to a released peer, because its tables are
+    released.
 
     Args:
-        name: name of the agent; new at each process start, as a reused name damages peers' tables.
+        name: name of the agent; new at each process start, because a reused name damages peers'
+            tables.
         layouts: layouts of the memory ranges to register.
         memory_kind: "DRAM" or "VRAM".
     """
@@ -78,7 +81,7 @@ class NixlAgent:
         )
         try:
             self._agent = api.nixl_agent(name, config)
-            # A layout's blocks are one contiguous range: one region, whatever their number.
+            # A layout's blocks are one contiguous range, so they are registered as one region.
             regions = np.array(
                 [[at.base_address, at.num_blocks * at.block_bytes, at.device_id] for at in layouts],
                 dtype=np.uint64,
@@ -86,32 +89,34 @@ class NixlAgent:
             self._agent.register_memory(self._agent.get_reg_descs(regions, memory_kind))
             self._memory_kind = memory_kind
             self._peers: dict[str, bytes] = {}  # peers that NIXL knows: name -> metadata
-            self._released: OrderedDict[str, None] = OrderedDict()  # names, oldest first
-            self._failed: set[str] = set()  # names whose connection failed
-            # Names of peers taken up again and not heard since -> when they were taken up.
+            # Names of released peers, oldest first
+            self._released: OrderedDict[str, None] = OrderedDict()
+            self._failed: set[str] = set()  # names of peers whose connection failed
+            # Peers that were added again after a release and have sent nothing since: name -> when
+            # added.
             self._resumed: dict[str, float] = {}
         except self._errors as error:
             raise ConfigError(f"kv_connector: NIXL cannot start: {_words(error)}") from error
 
     def metadata(self) -> bytes:
-        """Return the agent's metadata, which a peer needs for `add_peer`."""
+        """Return the agent's metadata, which a peer passes to `add_peer`."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
     @property
     def num_peers(self) -> int:
-        """Return the number of peers that NIXL knows, released peers included."""
+        """Return the number of peers that NIXL knows, including released peers."""
         return len(self._peers)
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Add a peer, or take up a released peer again.
+        """Add a peer, or reuse a released peer.
 
         Args:
-            name: name that the metadata must have. NIXL must not see metadata with another name,
-                which would replace another peer's metadata.
+            name: name that the metadata must contain. NIXL must not read metadata with another
+                name: it would replace another peer's metadata.
 
         Raises:
-            TransferError: the metadata is of another peer, or NIXL refuses it.
+            TransferError: the metadata is another peer's, or NIXL refuses it.
         """
         if self._peers.get(name) == metadata and name not in self._failed:
             if name in self._released:
@@ -132,9 +137,9 @@ class NixlAgent:
         self._peers[name] = metadata
 
     def release_peer(self, name: str, tables: Iterable[Any]) -> None:
-        """Release a peer's tables; keep the peer until newer peers displace it.
+        """Release a peer's tables, but keep the peer until newer released peers displace it.
 
-        Writes posted to the peer may still land. A peer whose connection failed is forgotten.
+        Posted writes may still reach the peer. A peer whose connection failed is forgotten.
         """
         for table in tables:
             self.release(table)
@@ -148,19 +153,19 @@ class NixlAgent:
             self._forget(next(iter(self._released)))
 
     def _forget(self, name: str) -> None:
-        """Let NIXL forget a peer; harmless if NIXL does not know the peer."""
+        """Make NIXL forget a peer; do nothing if NIXL does not know the peer."""
         self._released.pop(name, None)
         self._resumed.pop(name, None)
         self._failed.discard(name)
         if self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # fails for a dead peer, which does not matter
+            with contextlib.suppress(*self._errors):  # fails for a dead peer, which is harmless
                 self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
-        """Make a table of memory ranges, which writes refer to by index.
+        """Make a table of memory ranges; writes refer to its ranges by index.
 
         Args:
-            name: the peer whose memory it is; empty: this process.
+            name: the peer that owns the memory; empty: this process.
         """
         try:
             descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)
@@ -169,7 +174,7 @@ class NixlAgent:
             raise TransferError(f"NIXL cannot prepare a table: {_words(error)}") from error
 
     def release(self, table: Any) -> None:
-        """Release a table; writes posted from it may still arrive."""
+        """Release a table of memory ranges; writes posted from it may still arrive."""
         with contextlib.suppress(*self._errors):
             table.release()
 
@@ -184,13 +189,13 @@ class NixlAgent:
         """Post a one-sided write of ranges ``local[i]`` to ``remote[i]``; return a handle.
 
         Args:
-            name: peer whose memory the remote table covers.
+            name: the peer whose memory the remote table covers.
 
         Raises:
             TransferError: NIXL refuses the write.
 
-        Consecutive pairs that are adjacent on both sides become one range. On one host, the call
-        itself copies the bytes (without the GIL).
+        Consecutive ranges that are adjacent on both sides are merged. On one host, this call itself
+        copies the bytes (without the GIL).
         """
         try:
             handle = self._agent.make_prepped_xfer(
@@ -203,7 +208,7 @@ class NixlAgent:
         return handle
 
     def is_done(self, name: str, handle: Any) -> bool:
-        """Return whether a write posted to a peer is complete; if so, release the handle."""
+        """Return whether a write to a peer is complete; if it is, release the handle."""
         try:
             if self._agent.check_xfer_state(handle) != "DONE":
                 return False
@@ -228,9 +233,9 @@ class NixlAgent:
             raise TransferError(f"NIXL message failed: {_words(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return arrived messages, each with its agent's name; drives NIXL's progress.
+        """Return arrived messages, each with its agent's name; also drive NIXL's progress.
 
-        Any process that reaches our port may connect, under any name.
+        Any process that reaches this agent's port may connect under any name.
         """
         try:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
@@ -242,9 +247,10 @@ class NixlAgent:
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def _note_first_message(self, name: str) -> None:
-        """Trust a kept connection if its peer is heard soon; otherwise, replace the connection.
+        """Trust a reused connection if its peer sends a message soon; otherwise, replace it.
 
-        A peer that is heard late got no answer over our connection, and has replaced its own.
+        A peer whose message comes late got no answer over the old connection, and has replaced its
+        own.
         """
         if time.monotonic() - self._resumed[name] < ANSWER_TIMEOUT_S / 2:
             del self._resumed[name]
@@ -252,7 +258,7 @@ class NixlAgent:
             self._resumed[name] = -math.inf
 
     def close(self, tables: Iterable[Any]) -> None:
-        """Destroy the agent and our own tables; posted writes stop."""
+        """Destroy the agent and its own tables; posted writes stop."""
         for table in tables:
             table.release()
         del self._agent

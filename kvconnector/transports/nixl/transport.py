@@ -1,4 +1,4 @@
-"""NixlTransport: one-sided writes between registered KV caches, of blocks or ranks' slices."""
+"""NixlTransport: one-sided writes of blocks, or of ranks' slices, between registered KV caches."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
-# Most ranges in all tables of one peer's memory. A range takes some dozens of bytes; a peer that
-# claims many blocks and ranges must not fill this node's memory.
+# Most ranges in all tables of one peer's memory. A range takes some dozens of bytes. The limit
+# keeps a peer that claims many blocks and ranges from filling this node's memory.
 MAX_RANGES = 2**26
 MAX_RANGES_OF_A_TABLE = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Prepared ranges of a rank's blocks, ``num_ranges`` per block, in local and remote memory.
+    """Prepared ranges in local and remote memory: ``num_ranges`` for each block of a rank.
 
     Attributes:
-        name: agent whose memory holds the remote ranges.
+        name: agent that owns the remote ranges.
     """
 
     name: str
@@ -67,9 +67,9 @@ class _Peer:
     """A peer that this node writes to.
 
     Attributes:
-        slices: slices of our units that the peer's ranks receive.
-        ranks: ranks that NIXL knows; a rank is added when first needed.
-        tables: tables of blocks, by the peer's rank, kind of unit, and layers.
+        slices: slices of this node's blocks that the peer's ranks receive.
+        ranks: the peer's ranks that NIXL knows; each is added when first needed.
+        tables: tables of blocks, by the peer's rank, kind of block, and layers.
         scratch_tables: tables of self-tests, by the peer's rank.
     """
 
@@ -80,7 +80,7 @@ class _Peer:
     scratch_tables: dict[int, _Table] = field(default_factory=dict)
 
     def name_of(self, rank: int) -> str:
-        """Return the name of a rank's agent."""
+        """Return the agent name of one of the peer's ranks."""
         return agent_name(self.info.engine_id, rank, self.info.manifest.leader)
 
 
@@ -98,8 +98,8 @@ class NixlTransport:
     """Copies blocks with NIXL; a `KVTransport`.
 
     Args:
-        engine_id: the node's engine id. Engine id and rank name the agent, so the engine id must be
-            new at every process start.
+        engine_id: the node's engine id, which must be new at every process start: engine id and
+            rank together name the agent.
         memory: the KV memory; registered once, and must not move.
     """
 
@@ -116,10 +116,10 @@ class NixlTransport:
             [layout, scratch],
             "VRAM" if kv_cache.is_cuda else "DRAM",
         )
-        self._kv_cache = kv_cache  # keeps the memory alive while a peer may write to it
+        self._kv_cache = kv_cache  # keeps the memory allocated while a peer may write to it
         self._peers: dict[str, _Peer] = {}
-        # Prepared tables of our own memory, by ranges per block or row. There are few; each is
-        # prepared when first needed.
+        # Prepared tables of this node's memory, by ranges per block or row. A table is made when
+        # first needed; there are few tables.
         self._tables: dict[Ranges, Any] = {}
         self._scratch_tables: dict[Ranges, Any] = {}
         self.peer_info = PeerInfo(
@@ -169,7 +169,7 @@ class NixlTransport:
             self._release_unused()
 
     def _release_unused(self) -> None:
-        """Release tables of our own memory that no present peer needs."""
+        """Release tables of this node's memory that no present peer needs."""
         used = {id(table.local) for peer in self._peers.values() for table in peer.tables.values()}
         for own in [own for own, table in self._tables.items() if id(table) not in used]:
             self._agent.release(self._tables.pop(own))
@@ -188,7 +188,7 @@ class NixlTransport:
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
         if layers == (0, self._manifest.layers_per_unit):
-            layers = None  # so that equal ranges have the same tables
+            layers = None  # sorted, so that equal ranges have the same table
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []
@@ -204,7 +204,7 @@ class NixlTransport:
         return post_all(posts)
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
-        pass  # a peer with our metadata can write to all registered memory
+        pass  # a peer with this node's metadata can write to all registered memory
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
         return False
@@ -237,7 +237,7 @@ class NixlTransport:
     def _post(
         self, table: _Table, local: npt.NDArray[np.int32], remote: npt.NDArray[np.int32]
     ) -> _NixlWrite:
-        """Post all ranges of these blocks."""
+        """Post one write of all ranges of these blocks."""
         if table.num_ranges > 1:
             within = np.arange(table.num_ranges, dtype=np.int32)
             local, remote = (
@@ -248,7 +248,7 @@ class NixlTransport:
         return _NixlWrite(self._agent, table.name, handle)
 
     def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
-        """Prepare tables of our blocks' ranges for one of a peer's ranks."""
+        """Prepare tables of the ranges of blocks for one of a peer's ranks."""
         _check_size(peer, len(copies))
         self._learn(peer, rank)
         memory = peer.info.ranks[rank]
@@ -291,10 +291,10 @@ class NixlTransport:
         return peer
 
     def _path(self, peer: _Peer) -> str:
-        """Return UCX's path to a peer, by UCX's own rules, as NIXL does not tell the path.
+        """Return the path to a peer that UCX's own rules choose; NIXL does not tell the path.
 
-        From a GPU, UCX has more paths than these rules cover; a self-test's bandwidth may show
-        which.
+        From a GPU, UCX has more paths than these rules cover; the bandwidth of a self-test may show
+        which path it is.
         """
         if self._kv_cache.is_cuda:
             return UNKNOWN_GPU_PATH
@@ -323,9 +323,9 @@ class _IoVec(ctypes.Structure):
 
 
 def _may_access(process: ProcessPlace, address: int) -> bool:
-    """Return whether the kernel lets us access a process's memory; reads one byte.
+    """Return whether the kernel lets this process read another process's memory; reads one byte.
 
-    Containers and hardened kernels may forbid this access, which UCX's cma path needs.
+    UCX's cma path needs this access, which containers and hardened kernels may forbid.
     """
     if process.host == "" or process.host != host_identity():
         return False

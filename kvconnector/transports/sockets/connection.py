@@ -1,6 +1,6 @@
-"""Connection: one TLS connection that never waits; sends a queue, and reads frames.
+"""Connection: one TLS connection that never blocks; it sends a queue and reads frames.
 
-The owner tells when a connection is ready to read or write. Refuses to know: peers, blocks.
+The owner tells a connection when it can read or write. Refuses to know: peers, blocks.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from collections.abc import Callable
 from baton.api.errors import TransferError
 from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
 
-# bytes per encrypting call, which holds no interpreter lock; other threads run between calls
+# bytes per encrypting call; the call releases the GIL, and other threads run between calls
 PIECE_BYTES = 2**18
-# Most bytes read, and most bytes sent, before it is another connection's turn.
+# Most bytes that one connection reads, and sends, before another connection's turn.
 ROUND_BYTES = 4 * 2**20
 
 
 class Connection:
-    """An open TCP connection; `progress` does the TLS handshake.
+    """An open TCP connection with TLS; `progress` does the TLS handshake.
 
     Args:
-        raw: connected socket; not blocking, owned from now on.
+        raw: connected socket; non-blocking; the connection closes it.
         context: TLS context of the connection.
-        is_server: whether the connection was accepted, not dialled.
+        is_server: whether the connection was accepted; false: this node dialled.
         reader: receives the bytes.
         on_frame: called for each frame; may raise FrameError.
         now: time at which the connection was made.
 
     Attributes:
-        is_secure: whether the handshake is done, so that the other end has proved its identity.
-        is_ready: whether the owner has seen something to read, or room to write.
-        problem: why the connection has ended; empty while it is open.
+        is_secure: whether the TLS handshake is done, which proves the other end's identity.
+        is_ready: whether the owner has seen bytes to read, or room to write.
+        problem: why the connection has ended; empty while the connection is open.
         made_at: time at which the connection was made.
         sent_bytes: bytes encrypted with this connection's keys.
     """
@@ -79,22 +79,22 @@ class Connection:
 
     @property
     def queued_bytes(self) -> int:
-        """Return the number of bytes not yet passed to the kernel."""
+        """Return the number of bytes that the kernel has not accepted yet."""
         return self._queued_bytes
 
     @property
     def wants_write(self) -> bool:
-        """Return whether the connection waits for room in the kernel's buffer."""
+        """Return whether the connection waits for room in the kernel's send buffer."""
         return self._wants_write
 
     @property
     def has_more(self) -> bool:
-        """Return whether more can be done at once: a turn is over, or has not come yet."""
+        """Return whether more can be read or sent without waiting for the peer."""
         waits_for_peer = self._wants_write or self.problem
         return self._has_more or (bool(self._queue) and self.is_secure and not waits_for_peer)
 
     def post(self, *parts: memoryview | bytes) -> None:
-        """Queue bytes without a copy: their memory must not change until they are sent."""
+        """Queue bytes without a copy; their memory must not change until they are sent."""
         self._queue += cut_parts(parts, PIECE_BYTES)
         self._queued_bytes += sum(map(len, parts))
 
@@ -128,7 +128,8 @@ class Connection:
         num_sent = 0
         try:
             while self._queue and num_sent < ROUND_BYTES:
-                # After "want write", TLS needs the same bytes again: the piece stays first.
+                # After "want write", TLS must be given the same bytes again, so the piece stays
+                # first.
                 sent = sock.send(self._queue[0])
                 num_sent += sent
                 self._queued_bytes -= sent
@@ -163,7 +164,7 @@ class Connection:
             self._wants_write = True
 
     def end_sending(self) -> None:
-        """Tell the other end that no more bytes follow; bytes already sent still arrive."""
+        """Tell the other end that no more bytes follow; bytes sent before still arrive."""
         if not self.problem:
             try:
                 # SSLSocket's own method would drop the keys, but the other end may still send.
@@ -172,7 +173,7 @@ class Connection:
                 self.close(describe(error))
 
     def close(self, problem: str) -> None:
-        """Close the connection; may be called again."""
+        """Close the connection; repeated calls are harmless."""
         if not self.problem:
             self.problem = problem
         if self._socket is not None:
@@ -182,7 +183,7 @@ class Connection:
 
 
 def describe(error: Exception) -> str:
-    """Describe an error for a log."""
+    """Return a description of an error for a log."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

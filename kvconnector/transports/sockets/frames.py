@@ -1,8 +1,8 @@
-"""Frames: the wire format of a KV connection. Refuses to know: sockets, others' memory.
+"""Frames: the wire format of a KV connection. Refuses to know: sockets, peers' memory.
 
     kind (1) | bytes of head (4) | bytes of payload (8) | head | payload          big-endian
 
-    dialler -> listener   HELLO    names the dialler; first, and only once
+    dialler -> listener   HELLO    names the dialler; sent first and once
                           MESSAGE  a message of the protocol (`protocol/messages.py`), as head
                           WRITE    blocks for a transfer, their bytes as payload
                           PROBE    a self-test's bytes for a slot of the scratch memory
@@ -27,15 +27,15 @@ from baton.api.errors import TransferError
 from kvconnector.blocks import LayerRange
 
 HEADER = struct.Struct(">BIQ")
-MAX_HEAD_BYTES = 2**20  # enough for a grant for a prompt of more than a million tokens
-MAX_HELLO_BYTES = 2**10  # most bytes of a head before HELLO is believed
+MAX_HEAD_BYTES = 2**20  # enough for the grant of a prompt of a million tokens
+MAX_HELLO_BYTES = 2**10  # most bytes of a head before HELLO is accepted
 MAX_PAYLOAD_BYTES = 2**28  # more than any write: 8 MiB, or one block
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class FrameError(TransferError):
-    """Bytes that no peer of this version sends."""
+    """Raised for bytes that no peer of this version sends."""
 
 
 class Kind(IntEnum):
@@ -62,7 +62,7 @@ class HelloHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteHead(msgspec.Struct, frozen=True, array_like=True):
-    """The listener's blocks, in the order of their bytes, and the transfer that they are for."""
+    """The head of a write: its transfer, and the listener's blocks in the order of their bytes."""
 
     request_id: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -71,13 +71,13 @@ class WriteHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProbeHead(msgspec.Struct, frozen=True, array_like=True):
-    """A slot of the listener's scratch memory."""
+    """The head of a probe: a slot of the listener's scratch memory."""
 
     slot: _Index
 
 
 class DoneHead(msgspec.Struct, frozen=True, array_like=True):
-    """Number of writes and probes that are over on this connection."""
+    """The number of writes and probes on this connection that are over."""
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     is_taken: bool
@@ -101,13 +101,13 @@ class Sink(Protocol):
     """The memory that receives a frame's payload."""
 
     def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; not empty while bytes are missing."""
+        """Return the memory for the payload's next bytes; not empty while bytes are missing."""
 
     def advance(self, num_bytes: int) -> None:
-        """Note that this many bytes have arrived in the buffer."""
+        """Note that this many bytes have been written to the buffer."""
 
     def finish_payload(self) -> bool:
-        """Finish a payload that has come completely; return whether it was accepted."""
+        """Finish a payload that has arrived completely; return whether it was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,11 @@ def encode_frame(kind: Kind, head: Head | bytes = b"", payload_bytes: int = 0) -
 
 
 class FrameReader:
-    """Makes frames from bytes in pieces of any size; payloads go to sinks without a copy.
+    """Assembles frames from bytes in pieces of any size; payloads go to sinks without a copy.
 
     Args:
         kinds: kinds of frames that the other end may send.
-        open_sink: called with each head that has a payload, and the payload's size; may raise
+        open_sink: called with each head that has a payload, and with the payload's size; may raise
             FrameError.
 
     Attributes:
@@ -159,7 +159,7 @@ class FrameReader:
 
     @property
     def is_amid(self) -> bool:
-        """Return whether a frame has begun and is not complete."""
+        """Return whether a frame has begun but is not complete."""
         return self._kind is not None or self._num_filled > 0
 
     def buffer(self) -> memoryview:
@@ -169,7 +169,9 @@ class FrameReader:
         return self._part[self._num_filled :]
 
     def advance(self, num_bytes: int) -> Frame | None:
-        """Note that ``num_bytes`` bytes of `buffer` have arrived; return a frame if it is complete.
+        """Note that ``num_bytes`` bytes of `buffer` have arrived.
+
+        Return a frame once it is complete.
 
         Raises FrameError.
         """
@@ -227,9 +229,9 @@ def _decode_head(kind: Kind, encoded: bytes) -> Head | bytes:
 
 
 def cut_parts(parts: Sequence[memoryview | bytes], max_bytes: int) -> list[memoryview | bytes]:
-    """Divide bytes into pieces of at most ``max_bytes``: cut large parts, and join small ones.
+    """Divide bytes into pieces of at most ``max_bytes``: cut large parts, join small parts.
 
-    Each piece is encrypted by one call, whose TLS records are full only if the piece is long.
+    Each piece is encrypted by one call. Long pieces fill the call's TLS records.
     """
     pieces: list[memoryview | bytes] = []
     small: list[memoryview | bytes] = []

@@ -1,9 +1,9 @@
-"""Identity: a node's proof of identity on KV connections, and its checks of peers' proofs.
+"""Identity: proves a node's identity on KV connections, and checks peers' proofs.
 
 Without certificate files, a node makes its own key and certificate at start. Peers get the
-certificate with the node's peer info, through the router, and accept only this certificate: nothing
-has to be set up. With files, both ends verify the chain to the CA, and that the certificate's name
-is the name in the peer info.
+certificate with the node's peer info, through the router, and accept no other certificate. Nothing
+has to be set up. With files, both ends verify the chain to the CA, and compare the certificate's
+name with the name in the peer info.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ from kvconnector.transports.base import CertificateFiles, Certificates
 
 logger = logging.getLogger(__name__)
 
-MAX_CERTIFICATE_BYTES = 4096  # Baton's own certificates have some 400
+MAX_CERTIFICATE_BYTES = 4096  # most bytes of a certificate; Baton's own have about 400
 MAX_FORGOTTEN = 64
-_VALID_DAYS = 36500  # more than a process lives; peers then forget the certificate
+# A lifetime longer than any process; peers forget the certificate when the process ends
+_VALID_DAYS = 36500
 
 
 class Identity(Protocol):
-    """A process's proof of identity, and its judgement of peers' proofs."""
+    """A process's proof of identity, and its checks of peers' proofs."""
 
     @property
     def own(self) -> bytes:
-        """Return bytes by which peers recognize this process."""
+        """Return the bytes by which peers recognize this process."""
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
-        """Return the TLS context of the next connection."""
+        """Return the TLS context for the next connection."""
 
     def learn(self, identity: bytes) -> None:
-        """Accept a peer's identity from now on; raise TransferError if it is impossible."""
+        """Accept a peer's identity from now on; raise TransferError for an invalid identity."""
 
     def forget(self, identity: bytes) -> None:
         """Stop accepting a peer's identity."""
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
-        """Return the identity that the connection's other end has proved."""
+        """Return the identity that a connection's other end has proved."""
 
 
 def identity_of(files: CertificateFiles | None) -> Identity:
-    """Make the identity from certificate files, if any; raises ConfigError."""
+    """Make the identity from certificate files, or without files, from a new key."""
     return PinnedIdentity() if files is None else NamedIdentity(files)
 
 
 class PinnedIdentity:
-    """Proves identity by this process's own certificate, which peers know in full."""
+    """Proves identity by this process's own certificate; peers know the whole certificate."""
 
     def __init__(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         serial_number = x509.random_serial_number()
-        # OpenSSL finds certificates by subject, so no two may have the same.
+        # OpenSSL finds certificates by subject, so each certificate needs its own subject.
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton-kv-{serial_number:x}")])
         now = datetime.now(UTC)
         certificate = (
@@ -90,7 +91,7 @@ class PinnedIdentity:
         try:
             if len(identity) > MAX_CERTIFICATE_BYTES:
                 raise ValueError
-            x509.load_der_x509_certificate(identity)  # refuses more than one certificate
+            x509.load_der_x509_certificate(identity)  # more than one certificate is refused
             for context in self._contexts.values():
                 context.load_verify_locations(cadata=identity)
         except (ssl.SSLError, ValueError) as error:
@@ -101,24 +102,24 @@ class PinnedIdentity:
         self._known.add(identity)
 
     def forget(self, identity: bytes) -> None:
-        # A context cannot forget a certificate. A departed peer's certificate is harmless, as the
-        # peer is no longer in the table. But as nodes come and go, contexts are sometimes made
-        # again.
+        # A context cannot forget a certificate. A departed peer's certificate is harmless, because
+        # the peer is removed from the table. But contexts would grow as nodes come and go, so they
+        # are sometimes made again.
         self._known.discard(identity)
         self._num_forgotten += 1
         if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
             self._num_forgotten = 0
             try:
                 self._contexts = self._make_contexts()
-            except OSError as error:  # no descriptor left, or no place for a temporary file
+            except OSError as error:  # no file descriptor left, or no place for a temporary file
                 logger.warning("TLS contexts of peers that are gone are kept: %s", error)
 
     def _make_contexts(self) -> dict[bool, ssl.SSLContext]:
         contexts = {side: _context(is_server=side) for side in (False, True)}
         for context in contexts.values():
             _load_pair(context, *self._pair)
-            # An attacker may make another certificate with the same subject, so accept only the
-            # exact certificate, not the first one with this subject.
+            # An attacker may make another certificate with the same subject. So accept only the
+            # exact certificate, not any certificate with this subject.
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             for identity in self._known:
                 context.load_verify_locations(cadata=identity)
@@ -129,7 +130,7 @@ class PinnedIdentity:
 
 
 class NamedIdentity:
-    """Proves identity by a certificate that a CA signed, recognized by its name."""
+    """Proves identity by a certificate that a CA signed; peers check the certificate's name."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -147,7 +148,7 @@ class NamedIdentity:
             raise ConfigError("tls_cert: must name the node, by a URI or a DNS name")
         self.own = found[0].encode()
         self._certificates = certificates
-        # Load now, as later no descriptor may be left.
+        # Load the files now: later, no file descriptor may be left.
         self._contexts = _signed_contexts(certificates)
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
@@ -168,7 +169,7 @@ class NamedIdentity:
             )
 
     def forget(self, identity: bytes) -> None:
-        pass  # no name is stored
+        pass  # certificates without a name
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         certificate = connection.getpeercert() or {}
@@ -181,7 +182,7 @@ class NamedIdentity:
 
 
 def _signed_contexts(certificates: Certificates) -> dict[bool, ssl.SSLContext]:
-    """Make TLS contexts for a server (True) and a client (False); raises OSError."""
+    """Make one TLS context for a server (True) and one for a client (False); raise OSError."""
     contexts = {side: _context(is_server=side) for side in (False, True)}
     for context in contexts.values():
         _load_pair(context, certificates.chain, certificates.key)
@@ -192,16 +193,16 @@ def _signed_contexts(certificates: Certificates) -> dict[bool, ssl.SSLContext]:
 def _context(*, is_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Peers are checked against the router's peer info, not by address.
+    # Peers are checked against the router's peer info, not by host name.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if is_server:
-        context.num_tickets = 0  # no session is resumed: each connection proves itself
+        context.num_tickets = 0  # TLS sessions are not resumed: each connection proves its identity
     return context
 
 
 def _load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    # The standard library takes only paths.
+    # The standard library accepts only paths.
     with tempfile.NamedTemporaryFile(prefix="baton-kv-") as file:  # mode 0600
         file.write(chain + b"\n" + key)
         file.flush()

@@ -1,9 +1,9 @@
-"""Incoming: connections dialled by others. Unknown diallers cost little.
+"""Incoming: connections that peers dialled. Unknown diallers cost little.
 
-    accepted -> secure -> HELLO believed -> messages and blocks of that peer
+    accepted -> secure -> HELLO accepted -> messages and blocks of this peer
 
-HELLO is believed if the dialler shows the certificate in the peer info of the engine id that it
-names. From then on, every frame on the connection is from that peer.
+HELLO is accepted if it names an engine id, and the dialler shows the certificate in this engine
+id's peer info. From then on, every frame on the connection is from this peer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 3.0
 MAX_STRANGERS = 32  # most connections without a valid HELLO; a new one replaces the oldest
 MAX_ACCEPTS = 8  # most accepted connections per round
-# Most per peer: a peer that dials again may not know that an older connection has ended.
+# Most connections per peer: a peer that dials again may not know that its older one has ended.
 MAX_PER_PEER = 4
 MAX_QUEUED_BYTES = 2**20  # most bytes queued for a peer that does not read
 _LOG_INTERVAL_S = 1.0
@@ -44,7 +44,7 @@ _LOG_INTERVAL_S = 1.0
 
 @dataclass(slots=True)
 class _Incoming:
-    """One connection; ``peer_id`` is empty until its HELLO is believed."""
+    """One incoming connection; ``peer_id`` is empty until its HELLO is accepted."""
 
     connection: Connection
     peer_id: str = ""
@@ -57,18 +57,19 @@ class Incoming:
 
     Args:
         own_id: engine id of this process.
-        at: host and port to listen at; port 0: any free port.
+        at: host and port to listen on; port 0: any free port.
         identity: this node's identity.
-        shown_by: returns the certificate that an engine id must show; None: no such peer.
+        shown_by: returns the certificate that an engine id must show; None: the engine id is
+            unknown.
         open_sink: returns the destination of a peer's payload.
-        on_message: receives a peer's message.
+        on_message: receives each message with its peer.
         clock: returns monotonic seconds.
 
     Attributes:
-        is_ready: whether the owner has seen somebody dial.
+        is_ready: whether the owner has seen a new connection.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: the node cannot listen on the address.
     """
 
     def __init__(
@@ -131,7 +132,8 @@ class Incoming:
         for _ in range(MAX_ACCEPTS):
             try:
                 raw, _ = self.listener.accept()
-            except OSError:  # nobody dials, the dialler has gone, or no descriptor is left
+            # No connection waits, the dialler has gone, or no file descriptor is left
+            except OSError:
                 return
             raw.setblocking(False)
             strangers = [i for i in self._incoming if not i.peer_id]
@@ -174,7 +176,8 @@ class Incoming:
     def _believe(self, incoming: _Incoming, hello: HelloHead) -> None:
         if incoming.peer_id:
             raise FrameError("a second HELLO")
-        if hello.peer_id != self._own_id:  # the peer has the info of an earlier process here
+        # The peer has the peer info of an earlier process at this address
+        if hello.peer_id != self._own_id:
             raise FrameError("it looks for another engine than this")
         shown = self._shown_by(hello.engine_id)
         if shown is None:
@@ -198,7 +201,7 @@ class Incoming:
             incoming.connection.flush()
 
     def _check(self, incoming: _Incoming) -> None:
-        """End a connection that may not continue; log the reason if it has ended badly."""
+        """End a connection that may not continue; log the reason if it is a fault."""
         connection = incoming.connection
         if not incoming.peer_id and self._clock() - connection.made_at >= HELLO_TIMEOUT_S:
             connection.close("it has not said who it is")
@@ -210,7 +213,7 @@ class Incoming:
             self._log(incoming)
 
     def _log(self, incoming: _Incoming) -> None:
-        """Log a line, at most one per second, as any dialler can cause lines."""
+        """Log at most one line per second, because any dialler can cause lines."""
         connection = incoming.connection
         if incoming.peer_id:
             logger.info("KV connection of %s ended: %s", incoming.peer_id, connection.problem)

@@ -1,8 +1,8 @@
-"""Memory access for sockets: reads blocks' bytes from a cache, and writes them into one.
+"""Memory access for sockets: reads blocks' bytes from a cache, and writes bytes into a cache.
 
-Host memory is read and written in place. GPU memory goes through pinned host memory, with a staging
-copy per write. Arriving bytes are written only while their transfer may write: each piece is
-checked, as a grant can end within a payload.
+Host memory is read and written in place. GPU memory is copied through pinned host memory, with one
+staging copy per write. Arriving bytes are written only while their transfer may write. Each piece
+is checked, because a grant can end in the middle of a payload.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class BlockMemory(Protocol):
         """Return the size of ``num_blocks`` blocks, or of some of their layers, in bytes."""
 
     def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
-        """Return the blocks' bytes in order; valid while the blocks do not change."""
+        """Return the blocks' bytes in order; valid until the blocks change."""
 
     def sink(
         self, block_ids: Sequence[int], layers: LayerRange | None, may_write: MayWrite
     ) -> Sink:
-        """Return a sink for the blocks' bytes in order, which drops bytes that may not land."""
+        """Return a sink that writes the blocks' bytes in order and drops bytes without a grant."""
 
 
 def memory_of(blocks: torch.Tensor) -> BlockMemory:
@@ -40,7 +40,7 @@ def memory_of(blocks: torch.Tensor) -> BlockMemory:
 
 
 class _Spans:
-    """A payload's destination: ranges of one buffer, filled in order, or nothing."""
+    """A payload's destination: ranges of one buffer, filled in order; bytes may be dropped."""
 
     def __init__(self, spans: list[memoryview], may_write: MayWrite) -> None:
         self._spans = spans[::-1]
@@ -50,7 +50,7 @@ class _Spans:
 
     def buffer(self) -> memoryview:
         if self._is_taken and not self._may_write():
-            self._is_taken = False  # final: bytes written before were granted
+            self._is_taken = False  # checked once more at the end of a payload
             self._nowhere = memoryview(bytearray(_DISCARD_BYTES))
         if self._is_taken:
             return self._spans[-1]
@@ -68,7 +68,7 @@ class _Spans:
 
 
 class Discard:
-    """The destination of a payload to drop."""
+    """The destination of a payload whose bytes are dropped."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes
@@ -116,7 +116,7 @@ class HostMemory:
 
 
 class StagedMemory:
-    """Reads and writes blocks on any device by a copy in host memory (pinned for a GPU)."""
+    """Reads and writes blocks on any device through a copy in host memory (pinned for a GPU)."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         num_blocks, self._num_layers = blocks.shape[:2]
@@ -141,7 +141,7 @@ class StagedMemory:
         def store() -> None:
             with torch.inference_mode():
                 self._blocks[list(block_ids), _part(layers)] = staged.to(self._blocks.device)
-            if self._blocks.is_cuda:  # finish the copy before its report
+            if self._blocks.is_cuda:  # finish the copy before it is reported
                 torch.cuda.current_stream(self._blocks.device).synchronize()
 
         return _Staged([_view(staged)], may_write, store)
@@ -153,7 +153,7 @@ class StagedMemory:
 
 
 class _Staged(_Spans):
-    """A payload's destination in host memory, to be copied to the device."""
+    """A payload's destination in host memory; the bytes are then copied to the device."""
 
     def __init__(
         self, spans: list[memoryview], may_write: MayWrite, store: Callable[[], None]

@@ -1,10 +1,10 @@
-"""Outgoing: the connection to one peer, dialled when there is something to send, and its writes.
+"""Outgoing: the connection to one peer with its writes; dialled when there is something to send.
 
     dialling -> secure -> welcome -> failed          for good: the owner makes another
         `---------`----> waits a little, dials again
 
-Before WELCOME, the peer may not know us yet, as nodes learn of each other at different times. So we
-dial again, keep messages, and log the reason only if it keeps failing.
+Before WELCOME, the peer may not know this node: nodes learn of each other at different times. So
+the node dials again, keeps messages, and logs the reason only if dialling keeps failing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kvconnector.transports.sockets.frames import (
 )
 from kvconnector.transports.sockets.identity import Identity
 
-DIAL_TIMEOUT_S = 5.0  # most seconds until WELCOME
+DIAL_TIMEOUT_S = 5.0  # most seconds from dialling until WELCOME
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
 REPORT_S = 1.0  # seconds without a WELCOME after which the reason is logged
-MAX_QUEUED_BYTES = 8 * 2**20  # most bytes of queued messages; the sender limits blocks
-# Fewer than the 2^24 full records that a TLS 1.3 key is good for (RFC 8446, 5.5).
+MAX_QUEUED_BYTES = 8 * 2**20  # most bytes of queued messages; the sender limits queued blocks
+# Below the limit of 2^24 full records per TLS 1.3 key (RFC 8446, 5.5).
 RENEW_BYTES = 2**37
 
 
@@ -61,7 +61,7 @@ class PostedWrite:
 
 
 class Outgoing:
-    """All bytes to one peer.
+    """The connection to one peer, and all bytes that are sent over it.
 
     Args:
         own_id: engine id of this process.
@@ -70,10 +70,10 @@ class Outgoing:
         shown: certificate that the peer must show.
         identity: this node's identity.
         clock: returns monotonic seconds.
-        renew_bytes: bytes after which an idle connection is replaced, for new keys.
+        renew_bytes: bytes after which an idle connection is replaced, to get new keys.
 
     Attributes:
-        problem: why the connection has failed for good; empty: no such failure.
+        problem: why the connection has failed for good; empty: it has not.
     """
 
     def __init__(
@@ -92,25 +92,25 @@ class Outgoing:
         self._clock = clock
         self._renew_bytes = renew_bytes
         self.problem = ""
-        self._raw: socket.socket | None = None  # a TCP connection being opened
+        self._raw: socket.socket | None = None  # a TCP connection that is being opened
         self._connection: Connection | None = None
-        # Sends nothing more; its last bytes may still be on their way.
+        # A replaced connection, which sends nothing more; its last bytes may still arrive.
         self._ended: Connection | None = None
         self._is_welcome = False
-        # whether the peer ever accepted this node: if so, a failure is final
+        # whether the peer ever accepted this node; if so, the next failure is final
         self._was_welcome = False
         self._dialled_at = self._failing_since = 0.0
         self._retry_at = 0.0
         self._back_off_s = FIRST_BACK_OFF_S
         self._last_failure = ""
-        self._waiting: list[memoryview | bytes] = []  # queued until there is a connection
+        self._waiting: list[memoryview | bytes] = []  # bytes queued until there is a connection
         self._num_done = 0  # finished writes on this connection
         self._writes: deque[PostedWrite] = deque()
 
     # ------------------------------------------------------------------ for the owner
 
     def send(self, payload: bytes) -> None:
-        """Send a message, or keep it until there is a connection; raises TransferError."""
+        """Send a message, or keep it until the connection is ready; raise TransferError."""
         self._check()
         if len(payload) > MAX_HEAD_BYTES:
             raise TransferError(f"a message has {len(payload)} bytes, more than {MAX_HEAD_BYTES}")
@@ -131,7 +131,7 @@ class Outgoing:
         self.progress()
 
     def write(self, kind: Kind, head: Head, parts: Sequence[memoryview]) -> PostedWrite:
-        """Post blocks; raises TransferError."""
+        """Post a write of blocks, or a probe; raise TransferError if the connection has failed."""
         self._check()
         if not self._was_welcome:
             raise TransferError(f"there is no connection to {self._peer_id}")
@@ -151,12 +151,12 @@ class Outgoing:
 
     @property
     def dialling(self) -> socket.socket | None:
-        """Return the socket to watch until it is writable; `progress` handles that."""
+        """Return the socket to watch until it becomes writable; `progress` handles this event."""
         return self._raw
 
     @property
     def is_active(self) -> bool:
-        """Return whether anything is on its way to the peer."""
+        """Return whether any bytes are on their way to the peer."""
         return bool(self._writes or self._waiting)
 
     def progress(self) -> None:
@@ -186,7 +186,7 @@ class Outgoing:
 
     @property
     def _max_queued_bytes(self) -> int:
-        # Blocks queued by a write do not count as messages.
+        # Only messages count; a write's queued blocks do not.
         return MAX_QUEUED_BYTES if not self._writes else 2**62
 
     def _check(self) -> None:
@@ -200,7 +200,7 @@ class Outgoing:
             self._failing_since = self._dialled_at
         try:
             raw = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # no descriptor is left: only this peer waits
+        except OSError as error:  # no file descriptor is left: only this peer waits
             self._retry(str(error.strerror).lower())
             return
         raw.setblocking(False)
@@ -254,7 +254,7 @@ class Outgoing:
             self._retry(connection.problem)
 
     def _retry(self, failure: str) -> None:
-        """Dial again after a pause, as the peer may not know us yet."""
+        """Dial again after a pause; the peer may not know this node yet."""
         if self._was_welcome:
             self._fail(f"{self._peer_id} at {self._name}: {failure}")
             return
@@ -295,7 +295,7 @@ class Outgoing:
             write.is_over = True
 
     def _renew(self) -> None:
-        """Reconnect, for new keys, if the connection has sent enough bytes and is idle."""
+        """Reconnect to get new keys, if the connection has sent enough bytes and is idle."""
         connection = self._connection
         assert connection is not None
         if connection.sent_bytes < self._renew_bytes or self._writes or connection.queued_bytes:

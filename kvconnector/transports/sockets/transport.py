@@ -1,8 +1,8 @@
-"""TlsTransport: writes over TLS 1.3, which the receiving process puts into its memory itself.
+"""TlsTransport: sends writes over TLS 1.3; the receiving process copies them into its memory.
 
-Peers cannot access memory. A write names its transfer; its bytes go into the cache only while that
-transfer has a grant, for this peer, that includes the blocks. Late, replayed or forged writes match
-no grant, and are dropped.
+Peers cannot access memory. A write names its transfer. Its bytes are copied into the cache only
+while this transfer has a grant for this peer and these blocks. Late, replayed or forged writes
+match no grant, and are dropped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvconnector.transports.sockets.memory import Discard, memory_of
 from kvconnector.transports.sockets.outgoing import Outgoing, PostedWrite
 
 PATH = "tls/tcp"
-ROUND_S = 0.001  # how long a round continues while a payload's bytes arrive
+ROUND_S = 0.001  # seconds by which a round is extended while a payload's bytes arrive
 
 
 class _Where(msgspec.Struct, frozen=True):
-    """The address of a peer, and the certificate that it must show."""
+    """The address of a peer, and the certificate that the peer must show."""
 
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=2**16)]
@@ -47,13 +47,13 @@ class TlsTransport:
     """Copies blocks over TLS connections; a `KVTransport`.
 
     Args:
-        engine_id: name of this end.
+        engine_id: this node's engine id.
         memory: the KV memory that peers write to.
-        options: where to listen, and which certificate to show.
+        options: the address to listen on, and the certificate to show.
         clock: returns monotonic seconds.
 
     Raises:
-        ConfigError: an option is wrong.
+        ConfigError: an option is invalid.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class TlsTransport:
         return PATH
 
     def disconnect(self, engine_id: str) -> None:
-        # Its connections and grants are kept if the peer is added again at once, and soon dropped
-        # otherwise.
+        # The peer's connections and grants are kept if the peer is added again at once; otherwise,
+        # they are dropped soon.
         known = self._peers.pop(engine_id, None)
         if known is not None:
             shown = known[1].identity
@@ -182,8 +182,8 @@ class TlsTransport:
     # ------------------------------------------------------------------ in
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return arrived messages; drives all progress, longer while blocks' bytes arrive."""
-        # Not the injected clock, as this waits for sockets.
+        """Return arrived messages; drive all progress, longer while blocks' bytes arrive."""
+        # Not the injected clock, because this code waits for sockets.
         until = time.monotonic() + ROUND_S
         self._look(0.0)
         self._progress()
@@ -205,7 +205,7 @@ class TlsTransport:
         return [c for c in out + self._incoming.connections() if not c.problem]
 
     def _is_amid(self) -> bool:
-        """Return whether to wait a moment for more bytes."""
+        """Return whether to wait briefly for more bytes of a payload."""
         if any(outgoing.is_active for outgoing in self._outgoing.values()):
             return True
         return any(c.has_more or c.reader.is_amid for c in self._incoming.connections())
@@ -233,7 +233,7 @@ class TlsTransport:
         self._inbox.append((engine_id, payload))
 
     def _open_sink(self, engine_id: str, head: Head, payload_bytes: int) -> Sink:
-        """Return a payload's destination: nothing unless granted. Raises FrameError."""
+        """Return a payload's destination; without a grant, bytes are dropped. Raises FrameError."""
         if isinstance(head, ProbeHead):
             if head.slot >= NUM_SLOTS or payload_bytes != self._probes.num_bytes(1, None):
                 raise FrameError("a probe of another size or slot")
@@ -268,10 +268,11 @@ class TlsTransport:
 
 
 def _read_where(peer: PeerInfo) -> _Where:
-    """Read a peer's address; raises TransferError if another connector wrote the address."""
+    """Decode a peer's address; raise TransferError if another connector wrote the address."""
     try:
         where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
-        ipaddress.ip_address(where.host)  # no host name, as a look-up may take long
+        # Host names are refused, because looking up a name may take long
+        ipaddress.ip_address(where.host)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise TransferError(f"{peer.engine_id} gives no address to connect to: {error}") from error
     return where

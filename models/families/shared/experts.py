@@ -1,4 +1,4 @@
-"""Read experts from fields that several families share."""
+"""Reads experts from fields that several families share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUTED_NAMES = {
 
 
 def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
-    """Return the experts; raises ModelLoadError if their numbers are inconsistent."""
+    """Check the experts; raises ModelLoadError if their numbers are inconsistent."""
     if experts.top_k > experts.num_experts:
         problem = f"{experts.top_k}, but there are {experts.num_experts} experts"
         raise fields.wrong("num_experts_per_tok", problem)
@@ -40,7 +40,7 @@ def routed_experts(fields: Fields, *, scoring: str, group_best: int) -> ExpertsS
     Args:
         fields: fields of config.json.
         scoring: how scores are computed; sigmoid scores have a bias.
-        group_best: number of best experts whose scores sum to a group's score.
+        group_best: a group's score is the sum of this many best scores.
     """
     inner_size = fields.integer("moe_intermediate_size")
     return ExpertsSpec(
@@ -68,7 +68,7 @@ def without_auxiliary_loss(fields: Fields) -> ExpertsSpec:
 def layers_behind_dense_ones(
     model: ModelFields, mixer: MixerSpec, experts: ExpertsSpec
 ) -> tuple[LayerSpec, ...]:
-    """Return layers with MLPs first (``first_k_dense_replace`` layers), then with experts."""
+    """Return layers: the first ``first_k_dense_replace`` with MLPs, the rest with experts."""
     fields = model.fields
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.wrong("moe_layer_freq", "only 1 is supported")

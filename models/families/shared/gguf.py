@@ -1,4 +1,4 @@
-"""Common parts of several families' GGUF files: keys, tensor names, changes by the converter."""
+"""Parts of GGUF files that several families share: keys, tensor names, converters' changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from baton.checkpoint.gguf.architecture import Change, Keys, Names
 from models.model_fields import FULL, SLIDING
 
-# Original Llama layout: RoPE rotates adjacent rows of a head. Hugging Face stores each head's first
-# rows of all pairs, then the second rows.
+# Order of rows: GGUF keeps the original Llama order, in which RoPE rotates adjacent rows of a head.
+# Hugging Face stores each head's first rows of all pairs, then the second rows.
 PAIRS = {"attn_q": (Change.QUERY_HALVES,), "attn_k": (Change.KEY_HALVES,)}
 EXPERTS = ("ffn_up_exps.weight", "ffn_gate_up_exps.weight")
 # Names of shared experts and of score biases in the checkpoints of `routed_experts`.
@@ -31,7 +31,7 @@ MAMBA2_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def window(keys: Keys) -> Mapping[str, Any]:
-    """Return the file's sliding window; None if the file has 0."""
+    """Return the sliding window; None if the file has no window or 0."""
     return {"sliding_window": keys.integer("attention.sliding_window", 0, minimum=0) or None}
 
 

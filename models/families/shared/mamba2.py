@@ -1,4 +1,4 @@
-"""Read Mamba 2's mixers from the fields ``mamba_...``; defaults follow ``transformers``."""
+"""Reads Mamba 2's mixers from the fields ``mamba_...``; defaults follow ``transformers``."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     load      nodes load the adapter first; then the name is switched in one step
     unload    the name is removed; nodes unload the adapter after its last request
 
-So a name never stands for an adapter that no node could load, and a request is always answered by
-the adapter that its name stood for when the request came.
+So a name never maps to an adapter that no node could load. A request is always answered by the
+adapter to which its name mapped when the request arrived.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from router.names.table import NameTable
 
 logger = logging.getLogger(__name__)
 
-# A request that looked up its name before a change is open, or loads the adapter anew, by then.
+# Seconds after a change by which a request that looked up its name before the change is open, or
+# loads the adapter again.
 GRACE_S = 1.0
-WAIT_S = 10.0  # longest time that an operator waits for an adapter's requests to end
+WAIT_S = 10.0  # seconds for which an operator's call waits for an adapter's requests to end
 _LOOK_EVERY_S = 0.05
 
 
 class AdapterAdmin:
-    """Change the adapters of one router, on its event loop.
+    """Changes the adapters of one router, on the router's event loop.
 
     Args:
-        names: table of names; has the base models and their nodes.
+        names: table of names, base models and their nodes.
 
     Attributes:
-        root: folder below which the router reads adapters' folders; empty: it reads none.
+        root: folder below which the router reads adapters' folders; empty: the router reads none.
     """
 
     def __init__(self, names: NameTable, root: str = "") -> None:
@@ -59,13 +60,14 @@ class AdapterAdmin:
         model: str = "",
         pinned: bool = False,
     ) -> admin_pb2.AdapterChange:
-        """Load an adapter on all nodes of a base model, and let a name stand for it.
+        """Load an adapter on all nodes of a base model, and map a name to the adapter.
 
         Args:
             name: a new name, or the name of another adapter, which running requests keep.
             source: where the nodes find the adapter; see `find_named`.
-            digest: empty: read from the router's own copy of the files.
-            model: base model or a name of it; empty: the name's, or else the first one.
+            digest: digest of the adapter; empty: read it from the router's own copy of the files.
+            model: base model, or a name of it; empty: the base model of ``name``, or else the first
+                one.
             pinned: whether the adapter keeps its slot on nodes.
 
         Raises:
@@ -112,9 +114,9 @@ class AdapterAdmin:
         )
 
     async def unload(self, calls: NodeCalls, name: str) -> admin_pb2.AdapterChange:
-        """Remove a name, and let its adapter leave nodes once its requests have ended.
+        """Remove a name, and unload its adapter from nodes once its requests have ended.
 
-        Waits for them at most `WAIT_S`. Raises NotFoundError or InvalidRequestError.
+        Waits at most `WAIT_S` for the requests. Raises NotFoundError or InvalidRequestError.
         """
         served = self._named(name)
         await self._names.remove(name)
@@ -150,7 +152,7 @@ class AdapterAdmin:
         return next((one for one in self._names.served if one.name == name), None)
 
     def _named(self, name: str) -> ServedName:
-        """Return a name that stands for an adapter."""
+        """Return a name that maps to an adapter."""
         served = self._names.find(name)
         if not served.adapter:
             raise InvalidRequestError("name", f"{name!r:.200} stands for no adapter")
@@ -189,7 +191,7 @@ class AdapterAdmin:
     def _let_leave(
         self, calls: NodeCalls, base: BaseModel, digest: AdapterDigest
     ) -> asyncio.Task[None] | None:
-        """Unload an adapter once nothing needs it; return None if another name stands for it."""
+        """Unload an adapter once no request needs it; return None if another name maps to it."""
         if self._is_named(base, digest):
             return None
         key = base.model, digest
@@ -202,7 +204,7 @@ class AdapterAdmin:
     async def _leave(self, calls: NodeCalls, base: BaseModel, digest: AdapterDigest) -> None:
         """Wait until no request uses an adapter, and unload it on all nodes that have it.
 
-        Ends early if a name stands for the adapter again.
+        Ends early if a name maps to the adapter again.
         """
         not_before = time.monotonic() + GRACE_S
         while (  # noqa: ASYNC110 - counts of calls set no event
@@ -223,7 +225,7 @@ class AdapterAdmin:
     def _describe(
         self, base: BaseModel, held: Mapping[str, Set[AdapterDigest]]
     ) -> Iterable[admin_pb2.NamedAdapter]:
-        """Yield the adapters of one base model; those with names come first.
+        """Yield the adapters of one base model, first those with names.
 
         Args:
             held: adapters in nodes' memory, by engine id.
@@ -253,7 +255,7 @@ def _read_digest(root: str, source: str) -> AdapterDigest:
 
 
 class _Load(NamedTuple):
-    """A node's adapters after an attempt to load one, and the attempt's error."""
+    """A node's adapters after it was asked to load one, and the error of the attempt."""
 
     answer: admin_pb2.NodeAdapters
     error: BatonError | None = None

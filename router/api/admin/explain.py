@@ -15,7 +15,7 @@ from router.policies.base import Candidate, RouteQuery
 
 
 class _ListsAll(Protocol):
-    """A policy that can list every place, not only those it considers."""
+    """A policy that can list every place, not only the places that it considers."""
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> Sequence[Candidate]: ...
 

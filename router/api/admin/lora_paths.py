@@ -1,6 +1,7 @@
 """`POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter`: change adapters as with vLLM.
 
-Callers always need the role operate: a web page could reach a router without keys.
+Callers always need the role ``operate``, even on a router without keys, because any web page could
+reach such a router.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/load_lora_adapter``.
 
     Attributes:
-        lora_name: name for the adapter; a name of another adapter is switched to this adapter.
+        lora_name: name for the adapter; a name that another adapter has is switched to this
+            adapter.
         lora_path: the adapter's folder below ``--adapter-root``, relative or absolute.
         base_model_name: base model or a name of it; needed if the router serves several.
         load_inplace: accepted for clients of vLLM; a name can always be switched.
@@ -33,19 +35,19 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /v1/unload_lora_adapter``."""
+    """Body of ``POST /v1/unload_lora_adapter``: the name to remove."""
 
     lora_name: str
 
 
 class LoraPaths:
-    """Answer both paths; `web.middleware` turns raised errors into responses."""
+    """Answers both paths; `web.middleware` turns raised errors into responses."""
 
     def __init__(self, adapters: AdapterAdmin) -> None:
         self._adapters = adapters
 
     async def load(self, request: web.Request) -> web.Response:
-        """Load an adapter, and let a name stand for it."""
+        """Load an adapter, and map a name to it."""
         body = await read_fields(request, LoadLoraRequest, strict=False)
         name = body.lora_name
         try:
@@ -61,7 +63,7 @@ class LoraPaths:
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: web.Request) -> web.Response:
-        """Remove a name; its adapter leaves nodes once its requests have ended."""
+        """Remove a name; its adapter is unloaded from nodes once its requests have ended."""
         body = await read_fields(request, UnloadLoraRequest, strict=False)
         name = body.lora_name
         try:

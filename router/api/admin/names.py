@@ -18,7 +18,7 @@ def describe_names(names: NameTable) -> admin_pb2.ListNamesResponse:
 
 
 def describe_name(served: ServedName) -> admin_pb2.NameDescription:
-    """Describe what a name stands for, and why its requests would be refused now."""
+    """Describe what a name maps to, and why its requests would be refused now, if so."""
     pool = served.base.pool
     problem = "" if pool.fleet else pool.why_no_pair()
     try:
@@ -40,7 +40,7 @@ def describe_name(served: ServedName) -> admin_pb2.NameDescription:
 
 
 def name_from_proto(names: NameTable, request: admin_pb2.SetNameRequest) -> ServedName:
-    """Return what an operator wants a name to stand for.
+    """Return the served name that an operator's request describes.
 
     Raises:
         NotFoundError: the target is neither a served name nor a base model.
@@ -68,5 +68,5 @@ def name_from_proto(names: NameTable, request: admin_pb2.SetNameRequest) -> Serv
 
 
 def _source_of(names: NameTable, digest: str) -> str:
-    """Return the folder of an adapter that some name stands for; empty: unknown."""
+    """Return the folder of an adapter that has a name; empty: unknown."""
     return next((one.adapter_source for one in names.served if one.adapter == digest), "")

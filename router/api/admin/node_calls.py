@@ -1,6 +1,6 @@
 """NodeCalls: asks nodes on behalf of operators, over the links that the nodes opened.
 
-The router never connects to a node: the address is only what the node claims.
+The router never connects to a node, because a node's address is only the node's claim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NodeCalls:
 
     Args:
         operator: name for the nodes' audit logs.
-        timeout_s: limit for an answer; a profile's duration is added.
+        timeout_s: seconds that an answer may take; a profile's duration is added.
     """
 
     def __init__(self, operator: str = "", timeout_s: float = TIMEOUT_S) -> None:

@@ -57,7 +57,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     """Serve `Admin`.
 
     Args:
-        names: model names that clients may use; has the base models, their pools and logs.
+        names: model names that clients may use; also holds the base models, their pools and logs.
         policy: name of the current routing policy.
         overload: the router's overload state.
         adapters: changes the adapters; by default an `AdapterAdmin` without a root.
@@ -322,7 +322,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def SetName(  # gRPC prescribes this name
         self, request: admin_pb2.SetNameRequest, context: Context
     ) -> admin_pb2.NameDescription:
-        """Let a name stand for something else from now on; running requests go on."""
+        """Map a name to something else from now on; running requests continue unchanged."""
         served = name_from_proto(self._names, request)
         await self._names.set_name(served)
         _note(context, f"name {served.name!r} is {served.base.model} {served.adapter}".rstrip())
@@ -347,7 +347,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def LoadAdapter(  # gRPC's naming
         self, request: admin_pb2.AdminLoadAdapterRequest, context: Context
     ) -> admin_pb2.AdapterChange:
-        """Load an adapter on all nodes of a base model, and let a name stand for it."""
+        """Load an adapter on all nodes of a base model, and map a name to the adapter."""
         change = await self._adapters.load(
             _calls(context),
             request.name,
@@ -378,12 +378,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def UnloadAdapter(  # gRPC's naming
         self, request: admin_pb2.AdminUnloadAdapterRequest, context: Context
     ) -> admin_pb2.AdapterChange:
-        """Remove a name; its adapter leaves nodes once its requests have ended."""
+        """Remove a name; its adapter is unloaded from nodes once its requests have ended."""
         change = await self._adapters.unload(_calls(context), request.name)
         _note(context, f"unload the adapter {change.previous} of {request.name!r}")
         return change
 
-    # ------------------------------------------------------------------ asked of nodes
+    # ------------------------------------------------------------------ calls that ask nodes
 
     async def ListNodeRequests(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
@@ -466,7 +466,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         raise NotFoundError(f"there is no node {name!r}")
 
     def _chosen(self, name: str) -> list[Node]:
-        """Return one node, or all if no name is given."""
+        """Return the node with this name, or all nodes if the name is empty."""
         return [self._find(name)] if name else self._nodes()
 
     def _expel(self, name: str) -> NodeRegistration:
@@ -492,7 +492,7 @@ def _whose(context: Context, tenant: str, role: Role) -> str | None:
     """Return the tenant whose requests a caller may access; None: every tenant's.
 
     Args:
-        tenant: tenant that the caller named; empty: none.
+        tenant: tenant that the caller named; empty: the caller named none.
         role: role that allows access to other tenants' requests.
 
     Raises PermissionDeniedError.
@@ -518,5 +518,5 @@ def _calls(context: Context) -> NodeCalls:
 
 
 def _note(context: Context, what: str) -> None:
-    """Log a change, in line with the log lines that the change causes."""
+    """Log a change in one line with the caller's name."""
     logger.info("admin %s %s: %s", context.address, context.principal.name, what)

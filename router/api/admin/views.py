@@ -53,7 +53,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
 
 
 async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb2.NodeDescription]:
-    """Describe nodes, with pauses for other tasks because there may be 65,536 pairs."""
+    """Describe nodes; let other tasks run in between, because there may be 65,536 pairs."""
     described = []
     for node in nodes:
         described.append(describe_node(pool, node))
@@ -63,7 +63,7 @@ async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb
 
 def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
     """Describe the revisions, the newest last."""
-    fleet = pool.fleet  # first, because making the fleet updates the rollout
+    fleet = pool.fleet  # make the fleet first, because this updates the rollout
     views = pool.rollout.view((node.load for node in pool.nodes), fleet)
     names: dict[str, list[str]] = {}
     for node in pool.nodes:
@@ -86,7 +86,7 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
 
 
 def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
-    """Describe a node that left without being told to, and did not return."""
+    """Describe a node that left unexpectedly and did not return."""
     description = _describe(registration)
     description.lost = True
     return description

@@ -1,4 +1,4 @@
-"""WeightsChanges: passes operators' changes of weights on to nodes, and prepares the pool.
+"""WeightsChanges: passes operators' changes of weights to nodes, and prepares the pool.
 
 A node that changes its weights drains, leaves and joins again with another identity. New requests
 wait until it returns. From then on, the nodes decide which weights are served, not the folder.
@@ -51,7 +51,7 @@ class WeightsChanges:
         return admin_pb2.NodeWeights(node_name=node.name, weights=found)
 
     def _prepare(self, node: Node) -> None:
-        """Let nodes decide which weights the pool serves."""
+        """Make the pool accept the weights that nodes report, not only those of the folder."""
         pool = self._pool_of(node)
         alike = [
             base

@@ -31,7 +31,8 @@ from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Replaces call arguments that are no JSON object, because the output was cut or the model erred.
+# Replaces arguments of a call that are not a JSON object, because the output was cut or the model
+# erred.
 _NO_INPUT = msgspec.Raw(b"{}")
 
 
@@ -61,10 +62,10 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts; cached prompt tokens are counted apart.
+    """Token counts; cached prompt tokens are counted separately.
 
     Attributes:
-        output_tokens_details: counts the tokens of steps that gave only reasoning.
+        output_tokens_details: counts the tokens of steps that produced only reasoning.
     """
 
     input_tokens: int
@@ -75,7 +76,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class AnsweredMessage(msgspec.Struct, kw_only=True):
-    """An answer; a stream begins with an empty one."""
+    """An answer; a stream begins with an empty answer."""
 
     id: str
     model: str
@@ -99,10 +100,10 @@ class Event(AnswerEvent, omit_defaults=True):
 
 
 class MessageEvents:
-    """Build one answer as blocks, with the events of their growth.
+    """Builds one answer as content blocks, with the events that report their growth.
 
-    A block stays open until one of another kind begins or the answer ends. White space does not
-    begin a text, because templates put some between reasoning, text and calls.
+    A block stays open until a block of another kind begins or the answer ends. White space alone
+    begins no text block, because templates put white space between reasoning, text and calls.
     """
 
     def __init__(self, model: str, call: Call) -> None:
@@ -140,7 +141,7 @@ class MessageEvents:
             yield self.fail(_CUT_SHORT)
             return
         message = self._message
-        if not message.content:  # an answer has a text, even if empty
+        if not message.content:  # an answer needs a text block, even an empty one
             yield from self._push_text(TextBlock, "text", self._blanks)
         yield from self._close()
         assert delta.receipt is not None
@@ -261,7 +262,7 @@ async def count_tokens(request: web.Request, options: HttpOptions) -> TokenCount
 
 
 def _note_thinking(request: web.Request, given: MessagesRequest, body: ChatRequest) -> None:
-    """Note fields about thinking as ignored if the model cannot follow them."""
+    """Report thinking fields as ignored if the model cannot follow them."""
     if given.thinking is None or given.thinking.type == "disabled":
         field = "output_config.effort" if given.thinking is None else "thinking"
         note_effort(request, body, field)

@@ -30,7 +30,7 @@ from router.api.http.schema import (
 )
 from router.intake.texts import check_num_messages
 
-# Names of chat request fields in errors: the client's field names.
+# Chat request fields -> the client's field names, for errors.
 FIELD_NAMES = {
     "prompt": "messages",
     "chat": "messages",
@@ -46,7 +46,7 @@ _BLOCKS = {
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
-# Blocks of tools that run on Anthropic's servers.
+# Types of blocks from tools that run on Anthropic's servers.
 _ELSEWHERE = {
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use",
     "mcp_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
@@ -127,7 +127,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
     Attributes:
         output_format: beta name of ``output_config.format``.
-        chat_template_kwargs: vLLM's, as in chat completions.
+        chat_template_kwargs: vLLM's field; works as in chat completions.
     """
 
     model: str
@@ -146,7 +146,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     Attributes:
         metadata, service_tier: accepted without effect.
-        seed: a field of Baton and vLLM, like all fields below; each works as in chat completions.
+        seed: like all fields below, a field of Baton and vLLM that works as in chat completions.
     """
 
     max_tokens: int
@@ -173,7 +173,7 @@ _SAME = (
 def chat_request(request: CountTokensRequest) -> ChatRequest:
     """Return the equivalent chat request; raises InvalidRequestError.
 
-    A last message by the assistant is the beginning of the answer.
+    If the last message is the assistant's, the answer continues it.
     """
     if not request.messages:
         raise InvalidRequestError("messages", "must have at least 1 message, got 0")
@@ -201,7 +201,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
 
 @dataclass(slots=True)
 class _Turn:
-    """Collect consecutive blocks of one role into one message."""
+    """Collects consecutive blocks of one role into one message."""
 
     role: _Role
     parts: list[ContentPart] = field(default_factory=list)
@@ -249,9 +249,9 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
         case "assistant", "thinking":
             _last(found, role).thoughts.append(block.thinking or "")
         case "assistant", "redacted_thinking":
-            pass  # encrypted for Anthropic
+            pass  # reasoning that is encrypted for Anthropic
         case "assistant", kind if kind in _ELSEWHERE:
-            pass  # the text that follows has its result
+            pass  # the next text block holds the tool's result
         case "assistant", "tool_use":
             arguments = msgspec.json.encode(block.input or {}).decode()
             function = FunctionCall(_needed(block.name, f"{where}.name"), arguments)
@@ -295,10 +295,11 @@ def _needed(value: str | None, where: str) -> str:
 def _texts(
     content: str | list[ContentPart], where: str, *, of_a_tool: bool = False
 ) -> str | list[ContentPart]:
-    """Return content that has texts only.
+    """Return content that consists of texts only.
 
     Args:
-        of_a_tool: whether to allow other parts, such as images; see `unseen_results`.
+        of_a_tool: whether the content is a tool's result, which may have other parts, such as
+            images; see `unseen_results`.
 
     Raises InvalidRequestError naming the first part that is not a text.
     """
@@ -315,7 +316,7 @@ def _texts(
 
 
 def dropped_tools(request: CountTokensRequest) -> list[str]:
-    """List tools without effect here because Anthropic runs them, by their names in headers."""
+    """List tools without effect because Anthropic runs them, by their names for headers."""
     return [f"tools.{tool.type}" for tool in request.tools or () if not _runs_here(tool)]
 
 

@@ -32,7 +32,8 @@ from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 from router.names.table import NameTable
 
-MAX_TRAILERS = 16  # most receipts of a pooled request in its trailers, which clients limit
+# Most receipts of a pooled request that are sent in trailers; clients limit the size of trailers
+MAX_TRAILERS = 16
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 NamingRequest = (
     inference_pb2.GenerateRequest
@@ -185,7 +186,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return response
 
     def _pooled(self, asked: inference_pb2.PooledTerms, context: Context) -> PooledRequests:
-        """Return the named model's pooled requests under the client's terms."""
+        """Return the named model's pooled requests with the client's terms."""
         _name(context, asked.request_id)
         served = self._find_name(asked, context)
         return PooledRequests(served.intake, self._terms(asked, context, served), asked.request_id)
@@ -220,7 +221,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._long_answers.make(delta, make)
 
     def _find_name(self, request: NamingRequest, context: Context) -> ServedName:
-        """Return what the request's name stands for; raises the errors of `NameTable.resolve`."""
+        """Return the served model of a request's name; raises the errors of `NameTable.resolve`."""
         served = self._names.resolve(request.model or None, context.principal)
         context.entry.model = served.name
         return served
@@ -249,13 +250,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _name(context: Context, request_id: str) -> None:
-    """Put the request id into log lines of this call; the id is not checked yet."""
+    """Put the request id into the log lines of this call; the id is not validated yet."""
     context.entry.request_id = request_id[:MAX_REQUEST_ID_CHARS]
     structlog.contextvars.bind_contextvars(request_id=context.entry.request_id or None)
 
 
 def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1) -> None:
-    """Put id and prompt length of an accepted request into log lines."""
+    """Put the id and the prompt length of an accepted request into log lines."""
     if calls[0].request_id != context.entry.request_id:
         _name(context, calls[0].request_id)
     prompts = (call.prompt_token_ids for call in calls[::num_choices])
@@ -263,7 +264,7 @@ def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1
 
 
 def _note_pooled(context: Context, receipts: Sequence[Receipt]) -> None:
-    """Put the inputs' lengths into log lines, and the receipts of short requests into trailers."""
+    """Put the inputs' lengths into log lines, and the receipts of small requests into trailers."""
     context.entry.num_prompt_tokens = sum(one.num_prompt_tokens for one in receipts)
     shown = receipts if len(receipts) <= MAX_TRAILERS else ()
     context.set_trailing_metadata(tuple(map(receipt_trailer, shown)))

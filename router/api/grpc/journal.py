@@ -1,6 +1,6 @@
 """Journal: keeps the streams of resumable requests; a stream outlives the calls that read it.
 
-A client that reconnects finds the stored pieces. Limits bound their number. Knows no gRPC.
+A client that reconnects finds the stored pieces, whose number is limited. Refuses to know: gRPC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.api.outputs import TextDelta, count_logprobs, join_deltas
 
-# Most calls that read one stream. The call of a lost connection counts for a while.
+# Most calls that read one stream. The call of a lost connection still counts for a while.
 MAX_READERS = 16
 
 
@@ -22,7 +22,7 @@ class JournalOptions:
     """Limits of the journal.
 
     Attributes:
-        grace_s: how long a stream without readers is kept, running or ended.
+        grace_s: how long a stream without readers is kept in seconds, running or ended.
         max_streams: most streams kept for all tenants together; one tenant may use half.
         max_bytes: most bytes kept for all tenants together; one tenant may use half, one stream a
             quarter.
@@ -33,7 +33,7 @@ class JournalOptions:
     max_bytes: int = 64 * 2**20
 
 
-_Key = tuple[str, str]  # (tenant, request id): tenants may use equal ids
+_Key = tuple[str, str]  # (tenant, request id): two tenants may use the same id
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +67,11 @@ class Journal:
         return len(self._streams)
 
     def holds(self, request_id: str, content: bytes, *, tenant: str = "") -> bool:
-        """Return whether the journal has this request; InvalidRequestError if contents differ.
+        """Return whether the journal has this request.
 
-        A failed request is forgotten, so a client that sends it again starts it again.
+        Raise InvalidRequestError if contents differ.
+
+        A failed request is forgotten, so a client that sends the request again starts it again.
         """
         key = (tenant, request_id)
         stream = self._streams.get(key)
@@ -89,7 +91,7 @@ class Journal:
         *,
         tenant: str = "",
     ) -> None:
-        """Run a stream from now on; any call of the tenant may read it.
+        """Start a stream and keep it; any call of its tenant may read it.
 
         Raises OverloadedError if the journal is full.
         """
@@ -126,7 +128,7 @@ class Journal:
                     raise stream.error
                 elif stream.is_done:
                     assert stream.task is not None
-                    await stream.task  # raises an unexpected error
+                    await stream.task  # re-raises an unexpected error
                     return
                 else:
                     await stream.changed.wait()
@@ -170,7 +172,7 @@ class Journal:
             stream.task.cancel()  # cancelling the task cancels the request on its nodes
 
     def _make_room(self, tenant: str) -> None:
-        """Forget ended streams without readers, oldest first, as far as room is needed.
+        """Make room by forgetting ended streams without readers, oldest first.
 
         A tenant at its own limit loses only its own streams. Other tenants' streams are forgotten
         only if all together exceed the limit, so no tenant can lock out others.
@@ -178,7 +180,7 @@ class Journal:
         own = {key: stream for key, stream in self._streams.items() if key[0] == tenant}
         parts = (
             [(own, 2, "of this tenant")] if tenant else []
-        )  # without tenants, all streams are of one
+        )  # without tenants, all streams belong to one tenant
         for part, share, whose in (*parts, (self._streams, 1, "of all")):
             max_streams = max(self._options.max_streams // share, 1)
             max_bytes = self._options.max_bytes // share
@@ -198,12 +200,12 @@ class Journal:
 
 
 def _digest(content: bytes) -> bytes:
-    """Return a hash of the content, which may have megabytes."""
+    """Return a hash of the content, which may have several megabytes."""
     return hashlib.sha256(content).digest()
 
 
 def _position(deltas: Sequence[TextDelta], output_index: int) -> int:
-    """Return how many pieces lie before an index."""
+    """Return how many pieces lie before an output index."""
     end = 0
     for position, delta in enumerate(deltas):
         if delta.output_index == output_index:

@@ -1,4 +1,4 @@
-"""NodeLink service: the router's end of node streams. Turns messages into calls of the pool."""
+"""NodeLink service: the router's end of node streams. Calls the pool for each message."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# Nodes that read their links never have nearly as many commands waiting.
+# Most waiting commands per node. Nodes that read their links have far fewer.
 MAX_QUEUED_COMMANDS = 50_000
 
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
 
 
 class NodePools(Protocol):
-    """Pools that nodes join: one pool, or one per base model."""
+    """The pools that nodes join: one pool, or one per base model."""
 
     @property
     def gate(self) -> JoinGate:
@@ -44,7 +44,7 @@ class NodePools(Protocol):
         """All nodes that have joined."""
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Return why a node can never join; empty if it can."""
+        """Return why a node can never join; empty if it can join."""
 
     def find_pool(self, registration: NodeRegistration) -> NodePool:
         """Return the pool that a node joins."""
@@ -58,8 +58,8 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
-        # Held while one piece of a long message is handled, so that each round of the event loop
-        # handles one piece of all links.
+        # A lock that is held while one piece of a long message is handled, so that each round of
+        # the event loop handles one piece, whatever the number of links.
         self._one_piece = asyncio.Lock()
 
     async def Link(  # gRPC prescribes this name
@@ -94,13 +94,14 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            if outgoing.qsize() > MAX_QUEUED_COMMANDS:  # the node sends events, reads no commands
+            # The node sends events but reads no commands
+            if outgoing.qsize() > MAX_QUEUED_COMMANDS:
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():
                     outgoing.get_nowait()
                 call.cancel()  # the call only waits for commands, so cancelling it is safe
 
-        del first  # otherwise the message would be kept as long as the link
+        del first  # otherwise, the message would be kept until the link ends
         node = Node(
             registration,
             send,
@@ -164,7 +165,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                     return
         except InvalidRequestError as error:  # the message could not be parsed
             pool.hang_up(node, str(error))
-        except Exception:  # the link ends in any case, so only this log line shows the cause
+        except Exception:  # the link ends anyway, so only this log line shows the cause
             logger.exception("a message of %s broke its link", node.name)
         finally:
             pool.remove(node)

@@ -1,7 +1,7 @@
 """LongMessages: reads long messages of nodes in a thread and passes them on in pieces.
 
-One message may have 300,000 parts. Counting and reading them takes more than a second, passing
-them to their calls nearly another.
+One message may have 300,000 parts. Reading these parts takes more than a second; passing them to
+their calls takes nearly another second.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from router.fleet.node import Node
 from router.fleet.node_claims import MAX_REGISTRATION_PARTS, Vocabulary, event_problem
 
 HEARD_INTERVAL_S = 0.1
-# A piece takes some milliseconds to handle. Ordinary steps have less than one piece.
+# Parts per piece. A piece takes some milliseconds to handle; a message about one ordinary step fits
+# into one piece.
 ROWS_AT_ONCE, DELTAS_AT_ONCE = 2**13, 2**10
 
 
 class LongMessages:
-    """Read long messages in one thread, at most one per link at a time."""
+    """Reads long messages in one thread; each link may have one long message at a time."""
 
     def __init__(self) -> None:
-        # One thread only: more would take too much interpreter time from the event loop.
+        # One thread only: more threads would keep the GIL from the event loop for too long.
         self._thread = ThreadPoolExecutor(1, "long-link-messages")
 
     async def read(
@@ -37,17 +38,17 @@ class LongMessages:
     ) -> tuple[list[NodeEvent], str]:
         """Return a message's events in pieces, or an empty list and why the message is invalid.
 
-        Later messages of this node wait; the rest of the router does not.
+        Later messages of this node wait; the rest of the router continues.
         """
         reading = asyncio.get_running_loop().run_in_executor(
             self._thread, _read, message, node.registration, vocabulary
         )
         try:
             while not reading.done():
-                node.num_missed_beats = 0  # the node is not silent, the router is slow
+                node.num_missed_beats = 0  # the router, not the node, causes this silence
                 await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
         finally:
-            reading.cancel()  # its link ended before it was read
+            reading.cancel()  # the link ended before its message was read
         return reading.result()
 
 

@@ -1,4 +1,4 @@
-"""Embed, Score, Rerank and Classify of the Inference service, between messages and plain values."""
+"""The calls Embed, Score, Rerank and Classify, between protobuf messages and plain values."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def _score_to_proto(one: Score) -> inference_pb2.Score:
 
 def _inputs(prompts: Sequence[inference_pb2.Prompt]) -> list[Text]:
     """Return texts and lists of token ids; raises InvalidRequestError for conversations."""
-    check_num_inputs("inputs", len(prompts))  # first: a message may have a million
+    # Check the number first: a message may have a million inputs
+    check_num_inputs("inputs", len(prompts))
     found: list[Text] = []
     for place, prompt in enumerate(prompts):
         if prompt.images:

@@ -60,7 +60,10 @@ from router.names.defaults import NameDefaults
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """The contents of a piece of output; calls begun in earlier pieces have no name and id."""
+    """The parts of one piece of output.
+
+    A call that began in an earlier piece has no name and id.
+    """
 
     text: str
     reasoning: str
@@ -69,7 +72,7 @@ class _Said:
 
 
 def divide(parts: Iterable[Part], num_calls: int) -> _Said:
-    """Sort parts of one output into the fields of its message.
+    """Sort the parts of one output into the fields of its message.
 
     Args:
         num_calls: number of calls begun before these parts.
@@ -104,10 +107,10 @@ def _call_delta(index: int, begins: CallBegins | None, arguments: str) -> ToolCa
 
 
 class ChatDialect:
-    """Write the chat completions of one request.
+    """Writes the chat completions of one request.
 
     Args:
-        parsers: a parser per output.
+        parsers: one parser per output.
         texts: texts of tokens, for logprobs; None if no logprobs are wanted.
     """
 
@@ -120,7 +123,8 @@ class ChatDialect:
         self._texts = texts
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
-        self._parts: list[list[Part]] = [[] for _ in parsers]  # parts of whole outputs
+        # Parts of outputs that are returned as a whole
+        self._parts: list[list[Part]] = [[] for _ in parsers]
 
     def parser(self, index: int) -> OutputParser | None:
         return self._parsers[index]
@@ -141,7 +145,7 @@ class ChatDialect:
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
-            message.content = ""  # each step makes a chunk, even without text
+            message.content = ""  # each step produces a chunk, even without text
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
@@ -177,7 +181,7 @@ class ChatDialect:
 
 
 def _parts(delta: TextDelta) -> tuple[Part, ...]:
-    assert isinstance(delta, DividedDelta)  # because the dialect has parsers
+    assert isinstance(delta, DividedDelta)  # the dialect has parsers, so this method is called
     return delta.parts
 
 
@@ -202,7 +206,7 @@ async def chat_completions(request: web.Request, options: HttpOptions) -> web.St
 
 
 def note_effort(request: web.Request, body: ChatRequest, field: str) -> None:
-    """Note fields about thinking as ignored if the model does not think.
+    """Report thinking fields as ignored if the model does not think.
 
     Args:
         field: the client's name for the reasoning effort.
@@ -242,7 +246,7 @@ async def open_chat(
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
     note_ignored(request, unseen_results(body))
-    intake.admission.check_key(request[PRINCIPAL])  # before any expensive work
+    intake.admission.check_key(request[PRINCIPAL])  # check this before any expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
     prompt = await intake.reader.read(

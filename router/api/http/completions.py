@@ -31,19 +31,19 @@ from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-# Most characters of echoed prompts in one response. A prompt is sent once, but each of up to a
-# hundred outputs echoes it.
+# Most characters of echoed prompts in one response. A client sends a prompt once, but each of up to
+# a hundred outputs echoes it.
 MAX_ECHOED_CHARS = 2**23
 
 _Echo = tuple[list[int], str]  # a prompt's token ids and text
 
 
 class CompletionDialect:
-    """Write the completions of one request.
+    """Writes the completions of one request.
 
     Args:
-        calls: one per output.
-        echoes: per output, its prompt's token ids and text; empty if the prompt is not echoed.
+        calls: one call per output.
+        echoes: the token ids and text of each output's prompt; empty if prompts are not echoed.
     """
 
     id_prefix = "cmpl-"
@@ -73,7 +73,7 @@ class CompletionDialect:
         return self.choice(index, delta)
 
     def on_delta(self, index: int, delta: TextDelta) -> None:
-        pass  # an output's text comes with its deltas
+        pass  # an output's text arrives with its deltas
 
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
         echoed_ids, echoed_text = self._echoes[index]
@@ -116,7 +116,7 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
     body = await read_body(request, CompletionRequest, options)
     intake, named = request[SERVED].intake, request[SERVED].defaults
     check_stream(body)
-    # The engine always makes a token; the answer leaves out this token.
+    # The engine always samples a token; the answer omits it.
     scores_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = named.num_tokens(body.max_tokens, DEFAULT_MAX_TOKENS)
     params = sampling_params(
@@ -139,7 +139,8 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
                 add_special_tokens=body.add_special_tokens is not False,
             )
         )
-        await asyncio.sleep(0)  # let other tasks run between prompts: tokenizing many takes long
+        # Let other tasks run between prompts, because tokenizing many prompts takes long
+        await asyncio.sleep(0)
     terms = terms_of(request, body, received_at)
     with as_client_wrote(body):
         calls = await accept_choices(intake, prompts, params, terms, request[REQUEST_ID])
@@ -160,7 +161,7 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """Return the number of prompt logprobs that either field asks for, or None."""
+    """Return the number of prompt logprobs that the request asks for, or None."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((num for num in asked if num is not None), default=None)
 

@@ -42,7 +42,7 @@ EFFORT_BUDGETS: dict[str, int | None] = {
     "xhigh": None,
     "max": None,
 }
-# Template variables that switch thinking: Qwen's and most others', DeepSeek's and Granite's.
+# Template variables that switch thinking, of Qwen and most others, DeepSeek, and Granite.
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT_VARIABLES = frozenset(("reasoning_effort", *_SWITCHES))
 _OURS = ("messages", "tools", "add_generation_prompt")
@@ -52,7 +52,7 @@ def chat_prompt(request: ChatRequest, named_template: str = "") -> ChatPrompt:
     """Return the input of the chat template; raises InvalidRequestError.
 
     Args:
-        named_template: template of the served name; empty: it has none.
+        named_template: chat template of the served name; empty: the checkpoint's template is used.
     """
     given = request.chat_template_kwargs or {}
     for name in _OURS:
@@ -88,12 +88,12 @@ async def read_chat_prompt(
     urls = [(field, _url_of(part, field)) for field, part in found]
     files = await request.app[FETCHER].read_files(urls, reader, request[PRINCIPAL].tenant)
     for _, part in found:
-        part.image_url = None  # a stream keeps its request, and base64 is larger than the file
+        part.image_url = None  # a streamed request is kept, and base64 is larger than the file
     return dataclasses.replace(prompt, images=files)
 
 
 def _template_options(request: ChatRequest) -> dict[str, Any]:
-    """Return the template variables that have request fields of their own."""
+    """Return the template variables for which the request has separate fields."""
     options: dict[str, Any] = {}
     if request.continue_final_message:
         if request.add_generation_prompt:
@@ -118,16 +118,17 @@ def takes_effort(template: ChatTemplate | None) -> bool:
 
 
 def asked_thinking(request: ChatRequest, template: ChatTemplate | None) -> AskedThinking:
-    """Return what a request says about thinking; raises InvalidRequestError.
+    """Return the thinking settings of a request; raises InvalidRequestError.
 
     Args:
-        template: the checkpoint's chat template. If it knows effort levels, a level sets no budget.
+        template: the checkpoint's chat template. If the template knows effort levels, a level sets
+            no budget.
     """
     budget_tokens, effort = _budget(request), effort_of(request)
     given = request.chat_template_kwargs or {}
     switches = [given[name] for name in _SWITCHES if isinstance(given.get(name), bool)]
     is_on = switches[0] if switches else _is_on(request)
-    # Some clients always send a level, so a level alone does not force a thought.
+    # Some clients always send a level, so a level alone does not switch thinking on.
     must_think = is_on is True and bool(switches or budget_tokens or _is_enabled(request))
     knows_levels = template is not None and "reasoning_effort" in template.variables
     if budget_tokens is None and effort is not None and not knows_levels:
@@ -178,7 +179,7 @@ def effort_field(request: ChatRequest) -> str:
 
 
 def _is_on(request: ChatRequest) -> bool | None:
-    """Return whether the request switches thinking on or off; None: neither."""
+    """Return whether the request switches thinking on or off; None: it does neither."""
     if request.thinking is not None:
         return request.thinking.type != "disabled"
     if request.reasoning is not None and request.reasoning.enabled is not None:
@@ -205,10 +206,10 @@ def parser_context(
     grammars: Grammars | None = None,
     thinking: Thinking | None = None,
 ) -> ParserContext:
-    """Return what the output parsers may know of the request."""
+    """Return what the output parsers need to know of the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     for name, grammar in (grammars or {}).items():
-        if grammar and name in tools:  # models write the text as JSON in every format
+        if grammar and name in tools:  # in every format, models write the text inside JSON
             tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
     closes_by_token = thinking is not None and thinking.closes_by_token
@@ -221,7 +222,7 @@ class HeldOutput:
 
     Attributes:
         output: grammar of the output.
-        is_common_call: whether the grammar allows only one call, as a plain JSON object.
+        is_common_call: whether the grammar allows exactly one call, as a plain JSON object.
         is_either: whether the grammar allows either an answer or calls.
         is_free: whether the grammar allows any text before calls.
     """
@@ -268,7 +269,7 @@ def _forced_calls(
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
     functions = [_function(tool, grammars, is_held=True) for tool in tools]
-    # Small models repeat calls, so several are allowed only on request.
+    # Small models repeat calls, so several calls are allowed only if the request asks for them.
     several = request.parallel_tool_calls is True and not is_named
     grammar, is_common = parsers.forced_calls(functions, several=several)
     return HeldOutput(_grammar_of_calls(grammar), is_common_call=is_common)
@@ -318,7 +319,10 @@ def _text_or_calls(
 
 
 def _grammar_of_calls(grammar: str) -> StructuredOutput:
-    """Return a constraint to this grammar; raises InvalidRequestError if it is too large."""
+    """Return a constraint to this grammar.
+
+    Raises InvalidRequestError if the grammar is too large.
+    """
     num_bytes = len(grammar.encode(errors="surrogatepass"))
     if num_bytes > MAX_TEXT_BYTES:
         raise InvalidRequestError(
@@ -330,7 +334,7 @@ def _grammar_of_calls(grammar: str) -> StructuredOutput:
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
-    """Name the tools' formats that the model is told but not forced to keep."""
+    """Name the tools' formats that the model is told but that no grammar enforces."""
     names = (tool.function.name for tool in offered_tools(request))
     return [f"tools.{name}.format" for name in names if name in grammars]
 
@@ -339,7 +343,7 @@ def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
     """Convert a tool for grammars of calls; raises InvalidRequestError.
 
     Args:
-        is_held: whether the arguments must fit the schema.
+        is_held: whether the call's arguments must fit the schema.
     """
     name = tool.function.name
     if grammars.get(name):
@@ -441,8 +445,8 @@ def _text(role: str, parts: Sequence[ContentPart], field: str, first: int = 0) -
 def unseen_results(request: ChatRequest) -> list[str]:
     """Name the kinds of parts, such as images, that the model does not see in tool results.
 
-    An agent sends a result again with each later request, so a refusal would end the
-    conversation. The model is told instead that a part is not shown.
+    An agent sends the result again with each later request, so refusing it would end the
+    conversation. Instead, the model is told that a part is not shown.
     """
     contents = (message.content for message in request.messages if message.role == "tool")
     parts = (part for content in contents if isinstance(content, list) for part in content)

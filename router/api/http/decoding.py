@@ -1,6 +1,6 @@
 """Decoding: parses JSON bodies into requests, and finds fields that Baton does not know.
 
-A type error is one line that names the field. The cost of parsing is bounded beforehand.
+A type error becomes one line that names the field. The cost of parsing is limited beforehand.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from baton.api.errors import InvalidRequestError
 from router.api.http.schema import REFUSED, Constraint
 
 T = TypeVar("T")
-# Limit of a body's parsing cost, about 0.1 s that blocks all other requests: a million token ids,
-# or fifty thousand messages. Signs inside strings count too, so the cost is an upper bound.
+# Limit of a body's parsing cost: about 0.1 s, which block all other requests. This allows a million
+# token ids, or fifty thousand messages. JSON signs inside strings count, too, so the cost is an
+# upper bound.
 MAX_READING_COST = 1_500_000
 _COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
@@ -41,7 +42,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
     """
     _check_reading_cost(body)
     with _in_one_line(body):
-        # Finds where the values end without parsing them.
+        # Find where the values end without parsing them.
         given = _decode_fields(body)
         unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given, kind)]
         if strict and unknown:
@@ -50,7 +51,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
 
 
 def prepare_decoding(kind: type) -> None:
-    """Build the tables by which `decode` reads a kind of request, so that no request waits.
+    """Build the tables by which `decode` reads a kind of request, before the first request.
 
     Reading the annotations of a large request takes about 7 ms.
     """
@@ -69,12 +70,12 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
             continue
         if name in REFUSED and bytes(value) not in _EMPTY:
             raise InvalidRequestError(name, REFUSED[name])
-        if strict or name not in REFUSED:  # an empty value asks for nothing
+        if strict or name not in REFUSED:  # an empty value requests nothing
             yield name
 
 
 def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
-    """Yield unknown fields of nested objects; raise if such a field may constrain outputs."""
+    """Yield unknown fields of nested objects; raise if one of them may constrain outputs."""
     for name, inner_kind in _objects(kind).items():
         if name not in given or bytes(given[name])[:1] != b"{":
             continue
@@ -92,7 +93,7 @@ def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[st
 
 @contextmanager
 def _below(name: str) -> Iterator[None]:
-    """Prefix the fields in errors with the object that contains them."""
+    """Prefix the fields in errors with the name of the object that contains them."""
     try:
         yield
     except InvalidRequestError as error:
@@ -148,13 +149,13 @@ def _check_reading_cost(body: bytes) -> None:
 
 
 def _key_before(body: bytes, position: int) -> str:
-    """Return the key whose value most likely contains this position of a body."""
+    """Return the key whose value most likely contains this position of the body."""
     keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
     return keys[-1].decode() if keys else "body"
 
 
 def _invalid(message: str) -> InvalidRequestError:
-    """Convert the library's message, such as "Expected `int`, got `str` - at `$.n`"."""
+    """Convert msgspec's message, such as "Expected `int`, got `str` - at `$.n`", to an error."""
     found = _PATH.search(message)
     path = found[1] if found else ""
     problem = message[: found.start()] if found else message

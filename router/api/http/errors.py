@@ -62,7 +62,8 @@ _CODES = {
 }
 
 MESSAGES_PATH = "/v1/messages"
-MESSAGES_REQUEST_ID_HEADER = "request-id"  # where Anthropic's clients look for it
+# Header in which Anthropic's clients look for the request id
+MESSAGES_REQUEST_ID_HEADER = "request-id"
 _MESSAGE_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -150,7 +151,7 @@ def error_code(error: BatonError | ApiError) -> str | None:
 
 
 def error_body(error: BatonError | ApiError) -> bytes:
-    """Return an error as JSON in the form of OpenAI's API."""
+    """Return an error in the JSON form of OpenAI's API."""
     param = None
     if isinstance(error, ApiError):
         param = error.param
@@ -170,7 +171,7 @@ def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> we
     headers = {}
     delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
     if delay_s is not None:
-        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP has whole seconds only
+        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP allows only whole seconds
     if isinstance(error, UnauthenticatedError):
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
@@ -186,14 +187,14 @@ def known_error(error: Exception) -> BatonError | ApiError:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> Any:
-    """Turn errors of handlers into responses; unexpected ones become 500."""
+    """Turn errors of handlers into responses; unexpected errors become status 500."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         return error_response(request, _of_http(request, error))
     except ConnectionError:  # the client disconnected and will read no response
         return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
-    except Exception as error:  # the interceptor of this API
+    except Exception as error:  # the only place of this API that catches all errors
         return error_response(request, known_error(error))
 
 

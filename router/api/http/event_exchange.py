@@ -1,4 +1,4 @@
-"""EventExchange: one chat over an API whose answers are events.
+"""EventExchange: answers one chat over an API whose answers are streams of events.
 
     body -> ChatRequest -> a call -> ChatDialect's chunks -> AnswerEvents -> a stream or one answer
 
@@ -39,18 +39,21 @@ class AnswerEvent(msgspec.Struct):
 
 
 class AnswerEvents(Protocol):
-    """Write one answer in an API's events while the answer grows."""
+    """Writes one answer as an API's events while the answer grows."""
 
     def first_events(self) -> Iterator[AnswerEvent]:
-        """Yield the events at the first token."""
+        """Return the events to send before the first token's text."""
         ...
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[AnswerEvent]:
-        """Yield the events of the next part of the answer."""
+        """Return the events of the next part of the answer."""
         ...
 
     def last_events(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
-        """Yield the last events; ``reason``: chat finish reason; ``delta`` has the receipt."""
+        """Return the last events. ``reason`` is the chat's finish reason.
+
+        ``delta`` has the receipt.
+        """
         ...
 
     def fail(self, error: BatonError | ApiError) -> AnswerEvent:
@@ -58,7 +61,10 @@ class AnswerEvents(Protocol):
         ...
 
     def whole(self) -> Any:
-        """Return the whole answer for requests without stream; raises ApiError if it failed."""
+        """Return the whole answer, for requests without ``stream``.
+
+        Raises ApiError if it failed.
+        """
         ...
 
 
@@ -66,7 +72,7 @@ class AnswerEvents(Protocol):
 def as_fields(names: FieldNames) -> Iterator[None]:
     """Rename chat fields in errors to the fields that the client wrote.
 
-    Indexes of chat messages are dropped, because the client does not know them.
+    Indexes of chat messages are dropped, because the client did not write these messages.
     """
     try:
         yield
@@ -121,7 +127,7 @@ async def answer_in_events(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventExchange:
-    """Hold a checked request and answer it."""
+    """Holds one checked request, and answers it."""
 
     request: web.Request
     intake: Intake
@@ -154,7 +160,7 @@ class EventExchange:
         await stream.end_response()
 
     async def _run(self) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield events from the first token on; earlier errors become an HTTP status."""
+        """Yield events from the first token on; an error before becomes an HTTP status."""
         has_begun = False
         with as_fields(self.names), as_client_wrote(self.body):
             stream = self.intake.stream(self.call, self.dialect.parser(0))

@@ -51,7 +51,7 @@ class HttpOptions:
 
 
 class Body(Protocol):
-    """A request's fields; without a model name, the default name counts."""
+    """A request's fields. Without a model name, the default name applies."""
 
     @property
     def model(self) -> str | None: ...
@@ -64,23 +64,23 @@ ENTRY = web.RequestKey("entry", AccessEntry)
 SERVED = web.RequestKey("served", ServedName)
 PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
-SHORT_BODY_BYTES = 2**16  # shorter bodies are read without waiting for a turn
+SHORT_BODY_BYTES = 2**16  # shorter bodies are read at once, longer bodies wait for a turn
 SESSION_ID_HEADER = "X-Session-Id"
-_MAX_SHOWN_CHARS = 100  # most characters of a header that errors quote
-# Seconds for a body to arrive, plus the time that its bytes take at the slowest allowed rate.
+_MAX_SHOWN_CHARS = 100  # most characters that errors quote from a header
+# Seconds that a body may take, plus the time that its bytes need at the slowest allowed rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
-# A client that reads nothing for this long after its deadline is disconnected.
+# A client that reads nothing for this many seconds after its deadline is disconnected.
 READ_GRACE_S = 30.0
-# Limit for all outputs of a response without stream: building many takes memory and blocks the
-# event loop.
+# Most logprobs of a response without stream, over all outputs: building more takes much memory and
+# blocks the event loop.
 MAX_LOGPROBS_AT_ONCE = 300_000
-# Most prompt token ids in a response, counted once per output.
+# Most prompt token ids in one response; ids count once per output.
 MAX_RETURNED_TOKEN_IDS = 2**20
 
 
 class Dialect(Protocol):
-    """How an API writes the outputs of one request.
+    """The way in which an API writes the outputs of one request.
 
     Attributes:
         id_prefix: prefix of response ids.
@@ -93,7 +93,7 @@ class Dialect(Protocol):
     chunk_object: str
 
     def parser(self, index: int) -> OutputParser | None:
-        """Return the parser that divides an output; None: an output is one text."""
+        """Return the parser that divides an output into parts; None: the output is plain text."""
         ...
 
     def chunk(self, index: int, delta: TextDelta) -> Choice:
@@ -104,20 +104,23 @@ class Dialect(Protocol):
         ...
 
     def on_delta(self, index: int, delta: TextDelta) -> None:
-        """Read a piece of an output that is returned whole; reading all at the end would block."""
+        """Read a piece of an output that is returned whole.
+
+        Reading all pieces at the end would block.
+        """
         ...
 
     def choice(self, index: int, delta: TextDelta) -> Choice:
-        """Return a whole output, given its joined deltas."""
+        """Return a whole output as a choice, made from its joined deltas."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Hold a checked request and answer it.
+    """Holds one checked request, and answers it.
 
     Attributes:
-        calls: one per output, grouped by prompt.
+        calls: one call per output, grouped by prompt.
         num_choices: outputs per prompt.
         prompt_only: whether the client wants information on prompts but no output.
     """
@@ -221,7 +224,10 @@ class Exchange:
         return choice
 
     def _add_prompt_ids(self, response: Response) -> None:
-        """Add the prompt's ids to a chat response; in completions each choice has its own."""
+        """Add the prompt's token ids to a chat response.
+
+        In completions, each choice has its own ids.
+        """
         if self.body.return_token_ids and isinstance(self.body, ChatRequest):
             response.prompt_token_ids = self.calls[0].prompt_token_ids
 
@@ -251,7 +257,7 @@ async def respond_in_events(
     send: Callable[[EventStream], Awaitable[None]],
     fail: Callable[[EventStream, BatonError | ApiError], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream the events of some calls.
+    """Stream the events of a request's calls.
 
     Args:
         send: sends all events.
@@ -260,13 +266,13 @@ async def respond_in_events(
     events = EventStream(request)
     deadline_s = max(call.timeout_s for call in calls)
     try:
-        # Limits clients that do not read: the calls' own deadlines do not end such a response.
+        # Time limit for clients that do not read: the calls' deadlines do not end such a response.
         async with asyncio.timeout(deadline_s + READ_GRACE_S):
             await send(events)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-    except Exception as error:  # the interceptor, for errors after streaming began
+    except Exception as error:  # catches all errors after streaming began
         if not events.begun or isinstance(error, ConnectionError):
             raise
         known = known_error(error)
@@ -328,10 +334,10 @@ async def read_fields(request: web.Request, kind: type[Fields], *, strict: bool)
         InvalidRequestError: a field is wrong.
         ApiError: the body is not JSON, or comes too slowly.
     """
-    # `request.content_type` would take seconds for a header with thousands of semicolons.
+    # Not `request.content_type`: it takes seconds for a header with thousands of semicolons.
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
     if content_type.strip().lower() != "application/json":
-        # Also stops foreign web pages, which may not send JSON without asking first.
+        # This also stops foreign web pages: browsers let them send JSON only after a CORS check.
         found = content_type.strip()[:_MAX_SHOWN_CHARS]
         raise ApiError(415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {found}")
     raw = await _read_in_turn(request)
@@ -341,7 +347,7 @@ async def read_fields(request: web.Request, kind: type[Fields], *, strict: bool)
 
 
 def check_stream(body: SamplingRequest) -> None:
-    """Raise InvalidRequestError for options that do not fit ``stream``."""
+    """Raise InvalidRequestError for options that contradict ``stream``."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is for stream: true only")
     if body.prompt_logprobs is not None and body.stream:
@@ -349,7 +355,7 @@ def check_stream(body: SamplingRequest) -> None:
 
 
 async def _read_in_turn(request: web.Request) -> bytes:
-    """Return the body; a caller's long bodies take turns (see `HeldCalls`). Raises ApiError."""
+    """Return the body; a caller's long bodies are read one after another (`HeldCalls`)."""
     if 0 < (request.content_length or 0) <= SHORT_BODY_BYTES:
         return await _read_in_time(request)
     caller = request[PRINCIPAL].name or request.remote or ""
@@ -386,7 +392,7 @@ async def _read_in_time(request: web.Request) -> bytes:
 async def without_output(
     stream: AsyncGenerator[TextDelta, None],
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield the prompt's part of a one-token output without the token."""
+    """Yield the prompt's information of a one-token output, without the token."""
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
             yield msgspec.structs.replace(
@@ -406,7 +412,7 @@ def _receipt_of(delta: TextDelta) -> Receipt:
 
 
 def list_name(names: NameTable, name: str, principal: Principal) -> ServedName:
-    """Return a name's entry, whether or not nodes serve it; raises ApiError if it is unknown."""
+    """Return a name's entry even if no nodes serve it; raises ApiError if the name is unknown."""
     for served in names.served_to(principal):
         if served.name == name:
             return served
@@ -414,7 +420,7 @@ def list_name(names: NameTable, name: str, principal: Principal) -> ServedName:
 
 
 def find_name(names: NameTable, name: str | None, principal: Principal) -> ServedName:
-    """Return what a name stands for; raises ApiError if the name is unknown."""
+    """Return the served model of a name; raises ApiError if the name is unknown."""
     try:
         return names.resolve(name, principal)
     except NotFoundError as error:

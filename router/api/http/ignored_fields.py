@@ -1,6 +1,6 @@
 """Ignored fields: report request fields without effect, in a header and once each in the log.
 
-Clients choose the field names, so length and number of names are limited.
+Clients choose the field names, so the length and the number of names are limited.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def note_ignored(request: web.Request, names: Sequence[str]) -> None:
 
 
 def _shown(name: str) -> str:
-    """Return a name that is safe in headers and logs."""
+    """Return a field name that is safe to write to headers and logs."""
     name = name[:MAX_NAME_CHARS]
     return name if _PLAIN.fullmatch(name) else "?"
 
 
 class IgnoredFieldsLog:
-    """Log each name once, because clients send the same fields with every request."""
+    """Logs each name only once, because clients send the same fields with every request."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

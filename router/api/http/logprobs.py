@@ -1,4 +1,4 @@
-"""Logprobs in the two forms of OpenAI's API, with texts in place of token ids."""
+"""Logprobs in OpenAI's two forms, with the tokens' texts in place of token ids."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from router.api.http.responses import (
 
 
 class TokenTexts:
-    """Look up texts of tokens; partial characters become replacement characters.
+    """Looks up the texts of tokens; partial characters become replacement characters.
 
     Args:
-        tokenizer: the checkpoint's tokenizer; None: it has none, and texts read ``token_id:7``.
+        tokenizer: the checkpoint's tokenizer; None: the checkpoint has no tokenizer, and texts read
+            ``token_id:7``.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        # Texts found for this answer: prompts repeat tokens many times.
+        # Texts already found for this answer: prompts repeat tokens many times.
         self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -41,7 +42,7 @@ class TokenTexts:
 
     @property
     def pieces(self) -> OutputPieces | None:
-        """Bytes that tokens add to a text; None without a tokenizer."""
+        """The bytes of each token as part of a text; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return self._tokenizer.pieces(self._tokenizer.special_token_ids)
@@ -103,13 +104,13 @@ class TokenTexts:
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # If several tokens have equal texts, the likeliest one counts.
+            # If several tokens have the same text, the likeliest token counts.
             by_text.setdefault(self.text(token_id), logprob)
         return by_text
 
 
 class TextOffsets:
-    """Compute where tokens begin in a growing text, in characters.
+    """Computes where tokens begin in a growing text, in characters.
 
     token    "a " | E2 | 82 | AC | <special> | "b"
     text     "a "   €                          "b"
@@ -121,7 +122,7 @@ class TextOffsets:
     Args:
         start: where the first token begins.
         shows_special: whether the text shows special tokens.
-        text: the whole text, if known; it decides which special tokens are shown.
+        text: the whole text, if known; it shows which special tokens appear.
     """
 
     def __init__(
@@ -134,12 +135,13 @@ class TextOffsets:
         self._text = text
         self._has_begun = False
         self._num_to_strip = pieces.num_stripped if pieces is not None else 0
-        # Invalid bytes count as many characters as in the detokenizer's text.
+        # Each invalid byte counts as many characters as in the detokenizer's text.
         has_byte_tokens = pieces is not None and pieces.has_byte_tokens
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         self._is_between = True  # whether the text so far ends between two characters
-        self._num_chars_of: dict[int, int] = {}  # characters of tokens that are whole characters
+        # Number of characters of tokens that consist of whole characters
+        self._num_chars_of: dict[int, int] = {}
 
     def next_offset(self, token_id: int) -> int:
         """Return where the next token begins."""
@@ -163,7 +165,7 @@ class TextOffsets:
         first = self._decoder.decode(shown[:1])
         num_own = 0 if self._decoder.getstate()[0] else 1
         goes_on = 0x80 <= shown[0] < 0xC0 and len(first) < 2
-        # Held bytes that prove invalid appear as replacement characters before this token.
+        # Held bytes that turn out to be invalid appear as replacement characters before this token.
         num_broken = len(first) - num_own if num_held and not goes_on else 0
         begins_at = self._num_chars + num_broken
         text = first + self._decoder.decode(shown[1:])
@@ -189,7 +191,7 @@ class TextOffsets:
         return first or b""
 
     def _num_stripped(self, text: str) -> int:
-        """Return the number of characters to strip from the beginning of the next text."""
+        """Return how many characters to strip from the beginning of the next text."""
         number = 0
         while self._num_to_strip and number < len(text):
             if self._pieces is None or text[number] != self._pieces.stripped:
@@ -203,14 +205,14 @@ class TextOffsets:
 def as_many(
     logprobs: Sequence[TokenLogprobs | None], num_tokens: int
 ) -> Sequence[TokenLogprobs | None]:
-    """Return the logprobs; if a node sent no logprobs, return one None per token."""
+    """Return the logprobs, or one None per token if a node sent no logprobs."""
     return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
 
 
 def with_top(
     logprobs: Sequence[TokenLogprobs | None], num_top: int
 ) -> Iterable[TokenLogprobs | None]:
-    """Cut each entry to the wanted number of top tokens."""
+    """Cut each entry to the requested number of top tokens."""
     for entry in logprobs:
         if entry is None or len(entry.top) <= num_top:
             yield entry

@@ -23,7 +23,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts of a request; a prompt counts once, however many outputs it has.
+    """Token counts of a request. The prompt counts once, even for several outputs.
 
     Attributes:
         prompt_tokens_details: number of cached tokens; None before the end of the output.
@@ -38,7 +38,7 @@ class Usage(msgspec.Struct):
 
 
 class Receipts(msgspec.Struct):
-    """Baton's extension: latency receipts of the choices that ended, in order."""
+    """Baton's extension: latency receipts of the choices that have ended, in order."""
 
     receipts: list[Receipt]
 
@@ -75,7 +75,7 @@ class ToolCallObject(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """A piece of a call; only a call's first piece has the name."""
+    """A piece of a tool call; only the first piece of a call has the function's name."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -89,7 +89,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """An assistant's message.
+    """The assistant's message in a response.
 
     Attributes:
         reasoning_content: the model's thought; ``reasoning`` is its newer name.
@@ -130,7 +130,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Lists aligned by token; the first prompt token of an echo has no logprob."""
+    """Lists with one entry per token; an echo's first prompt token has no logprob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -151,7 +151,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """The fields that vLLM adds to every kind of choice, on request."""
+    """Fields that vLLM adds to every kind of choice on request."""
 
     token_ids: list[int] | UnsetType = UNSET
 
@@ -171,7 +171,7 @@ class ChatChunkChoice(Choice):
 
 
 class CompletionChoice(Choice):
-    """A choice of a response or chunk of completions."""
+    """One choice in a completions response or chunk."""
 
     index: int
     text: str
@@ -182,13 +182,13 @@ class CompletionChoice(Choice):
 
 
 class ModelObject(msgspec.Struct):
-    """A name in OpenAI's list of models, with vLLM's fields.
+    """A model name in OpenAI's list of models, with vLLM's fields.
 
     Attributes:
         root: digest of the adapter, or else the first name of the base model; names with equal
-            roots stand for the same weights.
-        parent: first name of an adapter's base model; None: the name stands for a base model.
-        input_modalities: OpenRouter's field: what prompts may hold besides text.
+            roots are served by the same weights.
+        parent: first name of an adapter's base model; None: the name itself is a base model's.
+        input_modalities: OpenRouter's field: kinds of input that prompts may contain.
     """
 
     id: str
@@ -215,7 +215,7 @@ class ModelList(msgspec.Struct):
 
 
 def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
-    """Sum up the usage of all outputs, which are grouped by prompt."""
+    """Add up the usage of all outputs, which are grouped by prompt."""
     prompt_tokens, completion_tokens, cached_tokens = 0, 0, 0
     receipts = list(receipts)
     for index, receipt in enumerate(receipts):

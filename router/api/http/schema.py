@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_SHOWN_CHARS = 256  # most characters quoted from a client in errors
+MAX_SHOWN_CHARS = 256  # most characters that errors quote from a client
 # Fields of other APIs that change the answer and are not supported.
 REFUSED = {
     "functions": "is not supported: use tools",
@@ -20,7 +20,7 @@ REFUSED = {
     "mcp_servers": "is not supported: give tools",
     "container": "is not supported",
     "prompt_embeds": "is not supported: give texts or token ids",
-    # Fields that constrain outputs in other servers; none may be ignored silently.
+    # Fields that constrain outputs in other servers; ignoring one silently would be wrong.
     **dict.fromkeys(
         (
             "response_format", "json_schema", "regex", "grammar", "ebnf", "format", "output_format",
@@ -37,8 +37,8 @@ class StreamOptions(msgspec.Struct):
     """Options of a stream.
 
     Attributes:
-        include_usage: whether a last chunk without choices has the usage.
-        continuous_usage_stats: vLLM's field: whether every chunk has its choice's usage so far.
+        include_usage: whether the stream ends with a chunk that has the usage and no choices.
+        continuous_usage_stats: vLLM's field: whether every chunk has the usage so far.
         include_obfuscation: OpenAI's field; ignored, since it costs bandwidth and hides little.
     """
 
@@ -61,11 +61,11 @@ class JsonSchema(Constraint):
 
 
 class ResponseFormat(Constraint):
-    """A response format, in OpenAI's form and in those of other servers.
+    """A response format in OpenAI's form, or in the forms of other servers.
 
     Attributes:
-        schema: the place of the schema for llama.cpp, Together, Fireworks and the Responses API;
-            also for ``json_object``.
+        schema: where llama.cpp, Together, Fireworks and the Responses API put the schema; also for
+            ``json_object``.
         value: the schema or regex in text-generation-inference's form, for ``json``,
             ``json_object`` and ``regex``.
         pattern: the regex in Together's form, for ``regex``.
@@ -101,20 +101,20 @@ class StructuredOutputs(Constraint):
 
 
 class TypedGrammar(Constraint):
-    """Structured output in text-generation-inference's form."""
+    """A constraint on the output in text-generation-inference's form."""
 
     type: Literal["json", "json_schema", "regex"]
     value: dict[str, Any] | str
 
 
 class SharedFields(msgspec.Struct, kw_only=True):
-    """Fields that mean the same in completions, chat and responses. None: a field is absent.
+    """Fields with the same meaning in completions, chat and responses. None: a field is absent.
 
     Attributes:
         cache_salt: vLLM's field: prompts with different salts share no cached blocks.
         session_id: Baton's field: requests of one session share a prefix. (OpenAI's ``user`` may
             have many sessions.)
-        priority: vLLM's field: among waiting requests, smaller goes first.
+        priority: vLLM's field: among waiting requests, smaller values go first.
     """
 
     model: str
@@ -143,20 +143,22 @@ class SamplingRequest(SharedFields, kw_only=True):
 
     Attributes:
         guided_json: older name of ``json`` in ``structured_outputs``, like all ``guided_`` fields.
-        json_schema: a JSON Schema, by the name of llama.cpp and SGLang; ``regex`` and ``ebnf`` are
+        json_schema: a JSON Schema, as llama.cpp and SGLang name it; ``regex`` and ``ebnf`` are
             SGLang's names.
-        grammar: a grammar, by the name of llama.cpp and text-generation-inference.
+        grammar: a grammar, as llama.cpp and text-generation-inference name it.
         format: Ollama's name of the response format: ``"json"`` or a schema.
         skip_special_tokens: vLLM's field; False: the text shows special tokens.
-        include_stop_str_in_output: vLLM's field: whether the text includes the stop string.
-        return_token_ids: vLLM's field: whether to return the ids of prompt and output.
+        include_stop_str_in_output: vLLM's field: whether the text includes the stop string that
+            ended it.
+        return_token_ids: vLLM's field: whether to return the token ids of prompt and output.
         prompt_logprobs: vLLM's field: number of top logprobs per prompt token.
         include_receipt: Baton's field: whether to add ``"baton": {"receipts": [...]}`` to the
             response.
         use_beam_search: vLLM's field: whether the outputs are the best ones of a beam search.
-        best_of: number of beams; absent: ``n``. Without a beam search it must be ``n``.
+        best_of: number of beams; absent: ``n``. Without a beam search, ``best_of`` must equal
+            ``n``.
         length_penalty: vLLM's field: exponent of the length in a beam's score; default 1.
-        early_stopping: vLLM's field: when a beam search ends (`BeamSearchParams`).
+        early_stopping: vLLM's field: condition that ends a beam search (`BeamSearchParams`).
         user: accepted without effect, as are all fields below.
     """
 
@@ -236,7 +238,7 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call that the model made earlier in the conversation."""
+    """A tool call that the model made in an earlier turn."""
 
     function: FunctionCall
     id: str = ""
@@ -244,7 +246,10 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """One message; other fields that clients send back from responses are ignored."""
+    """One message of a conversation.
+
+    Other fields, which clients copy from responses, are ignored.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -286,8 +291,8 @@ class ThinkingSwitch(msgspec.Struct):
     """Switches thinking before the answer, with a budget in tokens.
 
     Attributes:
-        type: ``adaptive`` and ``between_tools`` mean ``enabled``; clients of Anthropic, DeepSeek
-            and Z.ai send this field.
+        type: clients of Anthropic, DeepSeek and Z.ai send this field; ``adaptive`` and
+            ``between_tools`` mean ``enabled``.
     """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -312,13 +317,14 @@ class ChatRequest(SamplingRequest, kw_only=True):
     Attributes:
         modalities: kinds of output; only text is supported.
         reasoning_effort: a level, passed to the chat template or turned into a budget.
-        reasoning: the level, or a budget in tokens.
-        thinking: switches thinking, with a budget.
-        thinking_token_budget: the budget in tokens, by vLLM's name.
-        documents: documents for the chat template.
+        reasoning: the effort level, or a budget in tokens.
+        thinking: switches thinking on or off, with a budget in tokens.
+        thinking_token_budget: vLLM's name of the thinking budget in tokens.
+        documents: documents that the chat template inserts.
         add_generation_prompt: vLLM's field; False: the prompt ends after the last message.
         continue_final_message: vLLM's field: whether the output continues the last message's text.
-        chat_template: vLLM's field: the client's own template, if the operator allows it.
+        chat_template: vLLM's field: a template that replaces the checkpoint's, if the operator
+            allows it.
     """
 
     messages: list[Message]

@@ -1,4 +1,4 @@
-"""EventStream: sends a response as server-sent events, as fast as the client reads.
+"""EventStream: sends a response as server-sent events, no faster than the client reads.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -20,7 +20,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """Send events. The first one begins the response, so earlier errors get their own status.
+    """Sends events. The first event begins the response; an error before has its own HTTP status.
 
     Attributes:
         response: the response for the request's handler to return.
@@ -39,7 +39,7 @@ class EventStream:
         """Send an object; wait while the client reads slowly.
 
         Args:
-            kind: name of the event; empty: none.
+            kind: name of the event; empty: the event has no name.
 
         Raises ConnectionError if the client is gone.
         """
@@ -47,7 +47,7 @@ class EventStream:
         await self._write(name + b"data: " + self._encoder.encode(event) + b"\n\n")
 
     async def end_with_mark(self) -> None:
-        """Send OpenAI's end mark, and end the response."""
+        """Send OpenAI's end mark ``[DONE]``, and end the response."""
         await self._write(_DONE)
         await self.end_response()
 

@@ -14,12 +14,12 @@ _BASE64 = ";base64"
 
 
 def is_data_url(url: str) -> bool:
-    """Return whether a URL has its content in itself."""
+    """Return whether a URL is a data URL, which contains its content."""
     return url[: len(SCHEME)].lower() == SCHEME
 
 
 def decode_data_url(url: str, field: str, options: ImageOptions, num_before: int) -> bytes:
-    """Return the file in a data URL; its size is checked before it is decoded.
+    """Return the file in a data URL; its size is checked before decoding.
 
     Args:
         field: the client's field that has the URL.

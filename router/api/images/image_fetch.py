@@ -1,7 +1,7 @@
-"""ImageFetcher: gets the files of images by URL, bounded in size, time and number.
+"""ImageFetcher: fetches image files by URL, limited in size, time and number.
 
-A data URL has its file in itself. Other URLs are fetched from listed hosts: from the addresses that
-`ImageHosts` checked and from no others. Follows no redirect.
+A data URL contains its file. Other URLs are fetched from listed hosts, only at the addresses that
+`ImageHosts` has checked. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-En
 
 
 class _Pinned(AbstractResolver):
-    """Resolve every name to the checked addresses."""
+    """Resolves every name to the addresses that were checked before."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
@@ -55,16 +55,16 @@ class _Pinned(AbstractResolver):
 
 
 class ImageFetcher:
-    """Fetch the images that requests name by URL.
+    """Fetches the images that requests name by URL.
 
-    Raises ConfigError if ``options.image_hosts`` has an entry that is no host.
+    Raises ConfigError if an entry of ``options.image_hosts`` is not a host.
     """
 
     def __init__(self, options: ImageOptions | None = None) -> None:
         self.options = options or ImageOptions()
         self._hosts = ImageHosts(self.options.image_hosts)
         self._turns = asyncio.Semaphore(MAX_FETCHES)
-        # Of callers that fetch now or wait for a turn.
+        # Tenants whose fetches run or wait.
         self._turns_of: weakref.WeakValueDictionary[str, asyncio.Semaphore] = (
             weakref.WeakValueDictionary()
         )
@@ -76,7 +76,7 @@ class ImageFetcher:
 
         Args:
             urls: the client's field and the URL of each image, in order.
-            reader: has the model's limits.
+            reader: has the model's limits for images.
             caller: the tenant whose request this is.
 
         Raises:
@@ -102,8 +102,8 @@ class ImageFetcher:
             caller: the tenant whose request this is.
 
         Raises:
-            InvalidRequestError: the URL may not be fetched, or the file did not come as a whole
-                within its limits.
+            InvalidRequestError: the URL may not be fetched, or the file was incomplete, too large
+                or too late.
         """
         if not self._hosts:
             raise InvalidRequestError(
@@ -130,8 +130,8 @@ class ImageFetcher:
             aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # a few bytes could inflate to gigabytes
-                trust_env=False,  # a proxy would connect elsewhere
+                auto_decompress=False,  # not decompressed: a few bytes could inflate to gigabytes
+                trust_env=False,  # no proxy: it would connect to other addresses
                 max_line_size=_MAX_HEADER_BYTES,
                 max_field_size=_MAX_HEADER_BYTES,
             ) as session,

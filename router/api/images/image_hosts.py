@@ -1,6 +1,6 @@
 """ImageHosts: decides which URLs of images may be fetched, and from which addresses.
 
-    URL -> one parser, the client's own -> a listed host -> all its addresses
+    URL -> the HTTP client's own parser -> a listed host -> all its addresses
 
 A host name is resolved once. Every address must be public or listed. Opens no connection.
 """
@@ -22,13 +22,13 @@ from baton.api.errors import ConfigError, InvalidRequestError
 ANY_HOST = "*"
 MAX_URL_CHARS = 2_048
 _PORTS = {"http": 80, "https": 443}
-# The only form that is accepted, so that two parsers cannot read a URL differently: ASCII, no user,
-# no backslash, no blank.
+# The only accepted form of URLs: ASCII, no user, no backslash, no blank. So no two parsers can read
+# a URL differently.
 _PLAIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(?:[/?][!-\[\]-~]*)?")
-# An entry of the list: a name or an address, perhaps with a port.
+# An entry of the list: a name or an address, with an optional port.
 _HOST = re.compile(r"(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_MAX_LOOKUPS = 4  # threads that resolve names
+_MAX_LOOKUPS = 4  # threads that resolve host names
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -45,10 +45,10 @@ class ImageHosts:
     """The hosts that an operator lists.
 
     Args:
-        listed: hosts, addresses and networks, separated by commas.
+        listed: the allowed hosts, addresses and networks, separated by commas.
 
     Raises:
-        ConfigError: an entry is no host, address or network.
+        ConfigError: an entry is not a host, an address or a network.
     """
 
     def __init__(self, listed: str) -> None:
@@ -80,7 +80,7 @@ class ImageHosts:
         self._names.add(entry)
 
     async def resolve(self, url: str, field: str) -> PinnedUrl:
-        """Return the URL with the addresses that it may be fetched from.
+        """Return the URL with the addresses from which it may be fetched.
 
         Args:
             field: the client's field that has the URL.
@@ -92,7 +92,7 @@ class ImageHosts:
         parsed = self._checked(url, field)
         host, port = parsed.raw_host or "", parsed.port or 0
         try:
-            # Not in the loop's own threads, because a lookup may take long.
+            # Not in the event loop's own threads, because a lookup may take long.
             found = await asyncio.get_running_loop().run_in_executor(
                 self._threads, _look_up, host, port
             )
@@ -143,7 +143,7 @@ class ImageHosts:
         return any(address in network for network in self._networks)
 
     def _may_connect(self, text: str) -> bool:
-        """Return whether an address is public or listed, and all addresses inside it are, too."""
+        """Return whether an address, and each address embedded in it, is public or listed."""
         try:
             address = ipaddress.ip_address(text.partition("%")[0])
         except ValueError:
@@ -161,8 +161,8 @@ def _look_up(host: str, port: int) -> list[str]:
 
 # NAT64: the last 32 bits are an IPv4 address.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Public hosts of IPv6. Python counts more as global, such as site-local addresses and the NAT64
-# prefixes that a site chooses for itself (RFC 8215).
+# The range of public IPv6 hosts. Python's `is_global` accepts more, such as site-local addresses
+# and the NAT64 prefixes that a site chooses for itself (RFC 8215).
 _PUBLIC_V6 = ipaddress.ip_network("2000::/3")
 
 
@@ -173,7 +173,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:
-    """Yield an address and the IPv4 addresses that gateways would turn it into."""
+    """Yield an address, and the IPv4 addresses to which gateways would translate it."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
         return

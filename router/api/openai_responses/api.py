@@ -20,12 +20,12 @@ from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, c
 from router.api.openai_responses.tools import OfferedTools, read_tools
 from router.calls.call import Call
 
-_STATUS = {"length": "incomplete", "abort": "failed"}  # other reasons: completed
+_STATUS = {"length": "incomplete", "abort": "failed"}  # all other finish reasons mean completed
 _CUT_SHORT = {"code": "server_error", "message": "the output was cut short on a node"}
 
 
 class ResponseEvents:
-    """Build the events of one answer, numbered from 0."""
+    """Builds the events of one answer, numbered from 0."""
 
     def __init__(self, head: ResponseHead, offered: OfferedTools) -> None:
         self._head = head

@@ -59,7 +59,7 @@ class CallItem(msgspec.Struct):
 
 
 class CustomCallItem(msgspec.Struct):
-    """A call of a custom tool; its input is a text, not JSON."""
+    """A call of a custom tool, whose input is a text instead of JSON."""
 
     id: str
     call_id: str
@@ -108,9 +108,9 @@ class Event(AnswerEvent, omit_defaults=True):
 
 
 class Items:
-    """Build the items of one answer, as its parts come.
+    """Builds the items of one answer as its parts arrive.
 
-    An item stays open until one of another kind begins or the answer ends.
+    An item stays open until an item of another kind begins or the answer ends.
 
     Args:
         offered: tools that the model may call.
@@ -129,7 +129,7 @@ class Items:
         self._call_index = -1
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
-        """Take the next part of the answer."""
+        """Add the next part of the answer."""
         if message.reasoning_content:
             if not (message.content or message.tool_calls):
                 self.num_reasoning_tokens += num_tokens
@@ -145,7 +145,7 @@ class Items:
 
     def end_answer(self, status: str) -> Iterator[Event]:
         """End the answer."""
-        if not self.items:  # an answer has a message, even if empty
+        if not self.items:  # an answer needs a message, even an empty one
             yield from self._begin_text(MessageItem)
         yield from self._close(status)
 
@@ -170,7 +170,7 @@ class Items:
         if call.function.arguments:
             self._parts.append(call.function.arguments)
             if isinstance(self.items[-1], CustomCallItem):
-                return  # text inside JSON, which is parsed at its end
+                return  # text inside JSON; parsed at the end of the call
             yield self._event(
                 "response.function_call_arguments.delta", delta=call.function.arguments
             )
@@ -238,7 +238,7 @@ class Items:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input text of a custom tool's call, or the raw arguments if they lack one."""
+    """Return the input text of a custom tool's call, or the raw arguments without input text."""
     found = read_arguments(arguments).get(INPUT)
     return found if isinstance(found, str) else arguments
 
@@ -249,10 +249,10 @@ def _copy(item: Item) -> Item:
 
 
 class ResponseHead:
-    """Hold the fields of the request that every response object repeats.
+    """Holds the fields of the request that every response object repeats.
 
     Args:
-        request_id: becomes the answer's id.
+        request_id: id of the request, from which the answer's id is made.
         params: the sampling parameters, defaults included.
     """
 

@@ -32,14 +32,14 @@ from router.intake.texts import check_num_messages
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = "message, function_call, function_call_output or reasoning"
-# Items of tools that OpenAI runs, and of data that its servers store.
+# Items of tools that OpenAI runs, and of data that OpenAI stores.
 _ELSEWHERE = {
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "computer_call", "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request",
     "mcp_approval_response", "tool_search_call", "tool_search_output", "compaction",
     "ghost_snapshot",
 }  # fmt: skip
-# Names of chat request fields in errors: the client's field names.
+# Chat request fields -> the client's field names, for errors.
 FIELD_NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -205,7 +205,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
                 messages.append(Message(role=item.role, content=content))
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else None
-            # Other servers may send encrypted thoughts, without text.
+            # Other servers may send encrypted reasoning without text.
             if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
                 messages.append(Message(role="assistant", reasoning_content=text))
         case "function_call" | "custom_tool_call" | "local_shell_call":
@@ -216,7 +216,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
             content = _output(item.output, f"{field}.output")
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         case other if other in _ELSEWHERE:
-            pass  # the message that follows has its result
+            pass  # the next message has the call's result
         case other:
             raise InvalidRequestError(
                 f"{field}.type", f"must be {_ITEMS}, got {other[:MAX_SHOWN_CHARS]!r}"
@@ -224,7 +224,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
 
 
 def _add_call(messages: list[Message], item: InputItem, field: str) -> None:
-    """Add a call to the assistant's last message."""
+    """Add a tool call to the assistant's last message."""
     name, arguments = item.name, item.arguments or ""
     if item.type == "custom_tool_call":
         arguments = msgspec.json.encode({INPUT: item.input or ""}).decode()
@@ -244,7 +244,7 @@ def _add_call(messages: list[Message], item: InputItem, field: str) -> None:
 
 
 def _open_turn(messages: list[Message]) -> Message | None:
-    """Return the last message if it is the assistant's, so that items can be added to it."""
+    """Return the last message if it is the assistant's, to add items to it; else None."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 
@@ -267,7 +267,7 @@ def _part(part: ItemPart, field: str) -> ContentPart:
 
 
 def _output(output: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
-    """Return a tool's result; parts that are no text keep their type (see `unseen_results`)."""
+    """Return a tool's result; parts other than texts keep their type (see `unseen_results`)."""
     if not isinstance(output, list):
         return _content(output, field)
     return [
@@ -296,7 +296,7 @@ def _text(part: ItemPart, field: str) -> str:
 def _chosen(
     choice: Literal["none", "auto", "required"] | ToolChoice | None, offered: OfferedTools
 ) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
-    """Return the tools that may be called, and the tool choice."""
+    """Return the tools that the model may call, and the tool choice."""
     if not isinstance(choice, ToolChoice):
         return offered.tools, choice
     if choice.type in ("function", "custom"):

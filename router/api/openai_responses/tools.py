@@ -20,7 +20,7 @@ from router.api.http.conversation import TEXT_ARGUMENT
 from router.api.http.schema import Function, Tool
 
 INPUT = TEXT_ARGUMENT  # name of a custom tool's only parameter
-_BETWEEN = "__"  # between namespace and name
+_BETWEEN = "__"  # separates namespace and name
 
 
 class ToolFormat(msgspec.Struct):
@@ -50,14 +50,14 @@ class ResponsesTool(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """A request's tools as a chat offers them, and how to convert its calls back.
+    """A request's tools as functions of a chat, and how to convert their calls back.
 
     Attributes:
         tools: functions; None: the request gives no tools.
         custom: names of custom tools.
-        grammars: Lark grammars of custom tools' texts, by name; "": only the pattern constrains
-            the text.
-        namespaces: (namespace, name) by the name that the model sees.
+        grammars: Lark grammars of custom tools' texts, by tool name; "": only the pattern
+            constrains the text.
+        namespaces: (namespace, name) of each function, by the name that the model sees.
         dropped: names of tools without effect, for the response header.
     """
 
@@ -68,7 +68,7 @@ class OfferedTools:
     dropped: Sequence[str] = ()
 
     def told_as(self, name: str, namespace: str | None) -> str:
-        """Return the name that the model sees for a function."""
+        """Return the name that the model sees for a function in a namespace."""
         return f"{namespace}{_BETWEEN}{name}" if namespace else name
 
 

@@ -18,7 +18,7 @@ from router.api.pooling.shared import (
     respond,
 )
 
-# Kinds of inputs in the APIs of Cohere, Voyage, NVIDIA and Jina -> names of prompts.
+# Kinds of inputs in the APIs of Cohere, Voyage, NVIDIA and Jina -> the checkpoint's prompt names.
 _PROMPT_OF_TYPE = {
     "search_query": "query",
     "search_document": "document",
@@ -32,14 +32,14 @@ class EmbeddingRequest(PooledFields, kw_only=True):
     """Body of ``POST /v1/embeddings``.
 
     Attributes:
-        dimensions: numbers to keep of each embedding, which is then normalized again.
-        prompt_name: Baton's field: which of the checkpoint's prompts comes before each text; empty:
-            none.
-        input_type: other APIs' field: ``query`` or ``document``; without effect if the checkpoint
-            has no such prompt.
+        dimensions: how many numbers of each embedding to keep; the rest is normalized again.
+        prompt_name: Baton's field: name of the checkpoint's prompt to put before each text; empty:
+            no prompt.
+        input_type: other APIs' field: ``query`` or ``document``; ignored if the checkpoint has no
+            such prompt.
         task: Jina's name of ``input_type``.
         embedding_type: Jina's name of ``encoding_format``.
-        output_dtype, embed_dtype: Voyage's and vLLM's fields: kind of the numbers.
+        output_dtype, embed_dtype: Voyage's and vLLM's fields: data type of the numbers.
         normalized, normalize: Jina's and vLLM's fields: whether embeddings have length 1.
     """
 

@@ -23,11 +23,11 @@ from router.api.pooling.shared import (
 )
 
 _VERSION_2 = "/v2/"
-_UNIT_DOCUMENTS = 100  # documents in one of Cohere's search units
+_UNIT_DOCUMENTS = 100  # number of documents in one of Cohere's search units
 
 
 class Document(msgspec.Struct):
-    """A document as an object; its other fields are ignored."""
+    """A document given as an object; only its text is used."""
 
     text: str
 
@@ -37,7 +37,7 @@ class RerankRequest(PooledFields, kw_only=True):
 
     Attributes:
         top_n: most results; None: all.
-        return_documents: whether results contain the documents; None: they do, except in version 2.
+        return_documents: whether results contain the documents; None: true, except in version 2.
         instruction: Baton's field: the task in words, for rerankers.
     """
 
@@ -65,7 +65,7 @@ class BilledUnits(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """Cohere's figures of a request."""
+    """Cohere's usage figures of a request."""
 
     api_version: ApiVersion
     billed_units: BilledUnits

@@ -1,4 +1,4 @@
-"""What all paths of pooled requests share: fields, terms, usage, and a response piece by piece."""
+"""Shared code of all paths of pooled requests: fields, terms, usage, and responses in pieces."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class PooledFields(msgspec.Struct, kw_only=True):
     """Fields that all pooled requests have. None: a field is absent.
 
     Attributes:
-        model: a served name; None: the first that the caller may use.
+        model: a served name; None: the first name that the caller may use.
         cache_salt, session_id, priority, include_receipt: as in other requests.
         user: accepted without effect.
         use_activation, activation: vLLM's fields: whether logits become probabilities or scores.
         add_special_tokens: vLLM's field: whether texts get the checkpoint's special tokens.
-        late_chunking: Jina's field: whether the inputs are one text.
+        late_chunking: Jina's field: whether the inputs are chunks of one text.
     """
 
     model: str | None = None
@@ -71,9 +71,9 @@ class PooledResponse(msgspec.Struct, kw_only=True):
 
 
 def pooled_requests(request: web.Request, body: PooledFields) -> PooledRequests:
-    """Return the served model's pooled requests under the client's terms.
+    """Return the pooled requests of the served model, with the client's terms.
 
-    Raises InvalidRequestError for a field that asks for other numbers than the checkpoint's.
+    Raises InvalidRequestError for a field whose value is not supported.
     """
     check_only(body, use_activation=True, activation=True, add_special_tokens=True)
     check_only(body, late_chunking=False)
@@ -91,7 +91,7 @@ def pooled_requests(request: web.Request, body: PooledFields) -> PooledRequests:
 
 
 def check_only(body: PooledFields, **served: bool) -> None:
-    """Raise InvalidRequestError for fields with another value than the served one."""
+    """Raise InvalidRequestError if a field has a value other than the only supported one."""
     for name, value in served.items():
         if getattr(body, name) not in (None, value):
             raise InvalidRequestError(name, f"must be {str(value).lower()} or absent")
@@ -104,10 +104,10 @@ async def respond(
     items: Iterable[msgspec.Struct],
     prefix: str,
 ) -> web.Response:
-    """Return a response with one item per input; encodes an item at a time.
+    """Return a response with one item per input; items are encoded one at a time.
 
     Args:
-        items: the items, made when they are asked for.
+        items: the items; each is computed when the iterator reaches it.
         prefix: prefix of the response's id.
     """
     request[ENTRY].num_prompt_tokens = pooled.num_prompt_tokens
@@ -140,7 +140,7 @@ def usage_of(pooled: Pooled[Any]) -> PooledUsage:
 
 
 def receipts_of(body: PooledFields, pooled: Pooled[Any]) -> Receipts | UnsetType:
-    """Return the receipts of a request's calls, if the client asks for them."""
+    """Return the receipts of a request's calls if the client asks for them, else None."""
     return Receipts(pooled.receipts) if body.include_receipt else UNSET
 
 

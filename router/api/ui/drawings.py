@@ -47,10 +47,10 @@ def sparkline(values: Sequence[float], what: str) -> Markup:
 
 
 def meter(share: float, what: str, *, kind: str = "") -> Markup:
-    """Draw how full something is.
+    """Draw how full something is, as a bar.
 
     Args:
-        kind: style class for figures that may be high; empty: high shares look alarming.
+        kind: style class for figures that may be high; empty: high shares are shown as a warning.
     """
     share = min(max(share, 0.0), 1.0)
     level = kind or ("high" if share >= 0.9 else "middle" if share >= 0.7 else "low")
@@ -83,7 +83,7 @@ def spans_of(trace: admin_pb2.RequestTrace, now_s: float) -> list[Span]:
     """Return the parts of a request's life so far.
 
     Args:
-        now_s: seconds since the request's arrival; unfinished parts end there.
+        now_s: seconds since the request's arrival; unfinished parts end at this time.
     """
     ended_s = trace.ended_s if trace.HasField("ended_s") else now_s
     failed = [one for one in trace.attempts if one.HasField("failed_s")]

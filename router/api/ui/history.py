@@ -26,10 +26,10 @@ class Interval:
 
 
 class History:
-    """Record the intervals of one router.
+    """Records figures of one router at the end of each interval.
 
     Args:
-        log: source of the counts.
+        log: request log, from which the counts are read.
         num_queued: returns the number of requests that wait at the gate.
     """
 
@@ -51,7 +51,7 @@ class History:
             self.note()
 
     def note(self) -> None:
-        """End an interval and record it."""
+        """Record the interval that ends now."""
         now, before = self._counts(), self._before
         self._before = now
         elapsed_s = max(now[0] - before[0], 1e-3)

@@ -68,10 +68,10 @@ _RATES = (
 
 
 class StatusPage:
-    """Serve ``/ui``, a page per request below it, and the pages' style and script.
+    """Serves ``/ui``, one page per request below it, and the pages' style and script.
 
     Args:
-        names: model names that clients may use; has the base models, their pools and logs.
+        names: model names that clients may use; also holds the base models, their pools and logs.
         policy: returns the name of the current routing policy.
         overload: the router's overload state.
     """
@@ -107,7 +107,7 @@ class StatusPage:
         return self._histories[self._names.bases[0].model]
 
     async def run(self) -> None:
-        """Record the histories. Never returns."""
+        """Record the histories of all base models. Never returns."""
         await asyncio.gather(*(history.run() for history in self._histories.values()))
 
     async def show_all(self, request: web.Request) -> web.Response:
@@ -216,11 +216,11 @@ def _series(history: History) -> list[tuple[str, float, list[float]]]:
 
 @dataclass(frozen=True, slots=True)
 class FirstConversation:
-    """How to get a first answer, for a page that has no requests to show.
+    """How to get a first answer, shown on a page without requests.
 
     Attributes:
-        root: this router's URL as the page's reader wrote it.
-        command: shell command that asks the model.
+        root: this router's URL as the reader's browser wrote it.
+        command: shell command that sends a prompt to the model.
         needs_key: whether the command takes an API key from the environment.
     """
 
@@ -249,10 +249,10 @@ def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Decode nodes that a prefill node reaches by one transport, or fails to for one reason.
+    """Decode nodes that a prefill node reaches by one transport, or cannot reach for one reason.
 
     Attributes:
-        decodes: names, each with bytes per second (0: unknown).
+        decodes: names of the nodes, each with its bandwidth in bytes per second (0: unknown).
     """
 
     prefill: str
@@ -265,7 +265,7 @@ def _grouped(pairs: list[tuple[str, admin_pb2.PeerDescription]]) -> list[Reached
     groups: dict[tuple[str, str, str], Reached] = {}
     for prefill, peer in pairs:
         transport = peer.transport if peer.connected else "not connected yet"
-        # A pairing problem names both nodes, so only its beginning is compared.
+        # A pairing problem names both nodes, so only the problem's beginning is compared.
         problem = peer.problem.partition(": ")[0] if peer.problem else ""
         key = (prefill, transport, problem)
         group = groups.setdefault(key, Reached(prefill, transport, peer.problem, []))

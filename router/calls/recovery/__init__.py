@@ -1,1 +1,1 @@
-"""Decides what follows a failed attempt: blame, retries and limits, trials of suspect calls."""
+"""Decides what follows a failed attempt: which node to blame, retries, trials of suspect calls."""

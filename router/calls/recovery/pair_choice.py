@@ -12,7 +12,7 @@ from router.policies.base import Placement
 
 
 class PairChoice:
-    """Remember which nodes and pairs failed one call.
+    """Remembers which nodes and pairs failed one call.
 
     No node is excluded for good: failed nodes are used again if no others are left.
     """
@@ -27,8 +27,8 @@ class PairChoice:
     ) -> None:
         """Note that an attempt on this pair of engine ids failed.
 
-        Silent nodes are blamed even if their partner reported the error. A node that is lost,
-        broken, out of memory, or lacks the call's adapter is blamed alone. Any other error concerns
+        Silent nodes are blamed even if their partner reported the error. A node is blamed alone if
+        it is lost, broken or out of memory, or lacks the call's adapter. Any other error concerns
         the hand-off, so the pair is blamed.
         """
         error = item.delta.error
@@ -42,10 +42,10 @@ class PairChoice:
             self._failed_pairs.add((prefill, decode))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best part of ``fleet``; empty only if ``fleet`` is empty.
+        """Return the best nodes of ``fleet`` for this call; empty only if ``fleet`` is empty.
 
-        Among nodes without failures, the last decode node is preferred: its prefix cache has the KV
-        that arrived.
+        Among nodes without failures, the last decode node is preferred: its prefix cache already
+        has the KV that arrived.
         """
         if not (self._failed_nodes or self._failed_pairs):
             return fleet

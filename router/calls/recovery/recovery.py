@@ -1,7 +1,7 @@
 """Recovery: decides after a failed attempt which node is to blame, and when and where to retry.
 
-Most calls never need a recovery. It knows neither tokens nor their order. `Recoveries` holds the
-state that the calls of one base model share.
+Most calls never need a recovery. A recovery knows neither tokens nor their order. `Recoveries`
+holds the state that all calls of one base model share.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from router.policies.base import Placement
 
 logger = logging.getLogger(__name__)
 
-# A lost node, an unreachable peer or a broken engine: another node may succeed.
+# Errors of a lost node, an unreachable peer or a broken engine: another node may succeed.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
-# After this time, a silent node has either been heard again or been declared lost.
+# After this many seconds, a silent node has either sent beats again or been declared lost.
 _VERDICT_S = 2.0
 
 
 class Recoveries:
-    """Make the recoveries of one base model's calls, which share a retry budget and suspicions.
+    """Makes the recoveries of one base model's calls, which share a retry budget and suspects.
 
     Args:
         pool: the router's nodes.
@@ -71,7 +71,7 @@ class Recoveries:
 
 
 class Recovery:
-    """Decide whether one call is retried, when and on which nodes.
+    """Decides whether one call is retried, when, and on which nodes.
 
     Args:
         shared: state that all calls of this base model share.
@@ -96,7 +96,7 @@ class Recovery:
     def note_failure(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
         """Count a failed attempt; raise its error if the call must not be retried.
 
-        Waiting makes no sense either if no pair is left that can load the call's adapter.
+        The call must not be retried either if no pair is left that can load its adapter.
         """
         self._blame(attempt, item, error)
         if error.code not in (*_RETRYABLE, *MOVED):
@@ -116,8 +116,8 @@ class Recovery:
     async def wait_before_retry(self, attempt: Attempt, error: RequestError) -> None:
         """Wait until silent nodes are known to be lost or alive, and the budget allows a retry.
 
-        A call is no suspect if the silent node cannot have begun the call's work; such a call does
-        not wait for the node's fate.
+        A call is not suspect if the silent node cannot have begun the call's work. A call that is
+        not suspect does not wait to learn whether the node died.
         """
         pool, budget = self._pool, self._budget
         loop = asyncio.get_running_loop()
@@ -145,20 +145,26 @@ class Recovery:
         options = self._options
         exponent = min(self._retries.num_failed, 16) - 1
         pause_s = min(options.first_pause_s * 2**exponent, options.longest_pause_s)
-        # Jitter keeps calls that were preempted together from returning together.
+        # Jitter keeps calls that were preempted together from returning at the same moment.
         pause_s *= 0.5 + secrets.randbelow(512) / 1024
         await asyncio.sleep(min(pause_s, self._remaining_s()))
 
     # ------------------------------------------------------------------ the next one
 
     async def wait_while_suspect(self) -> None:
-        """Wait while a suspect call must not be placed; raise PoisonRequestError for a bad one."""
+        """Wait while the suspect call must not be placed.
+
+        Raise PoisonRequestError if it kills nodes.
+        """
         if self._suspicion is not None:
-            while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # its end is a time
+            while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # ends at a time
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best nodes of ``fleet`` for the next attempt; empty if trials need all."""
+        """Return the best nodes of ``fleet`` for the next attempt.
+
+        Empty if trials need all nodes.
+        """
         if self._suspects.rooms:
             fleet = self._suspects.rooms.without(fleet, self._suspicion)
         if self._suspicion is not None:
@@ -166,9 +172,9 @@ class Recovery:
         return self._choice.narrow(fleet)
 
     def expected_s(self) -> float:
-        """Return for how many seconds waiting for a node makes sense; 0 if no node is expected.
+        """Return for how many seconds to wait for a node; 0 if no node is expected.
 
-        A trial may end, or a node that left without being told to may come back.
+        A node is expected if a trial may end, or if a lost node may come back.
         """
         pool, options = self._pool, self._options
         trial_s = options.pair_timeout_s if self._suspects.rooms else 0.0
@@ -190,12 +196,13 @@ class Recovery:
 
     def close(self) -> None:
         """Note that the call has ended."""
-        # Without this cycle, the call's images are freed now, and not at some collection.
+        # Break the reference cycle, so that the call's images are freed now, not at a later garbage
+        # collection.
         self._remaining_s = _no_time
         if self._suspicion is not None:
             self._suspicion.note_ended()
 
-    # ------------------------------------------------------------------ whose fault it is
+    # ------------------------------------------------------------------ which node is at fault
 
     def _silent_of(self, attempt: Attempt) -> set[str]:
         """Return the engine ids of an attempt's nodes that are silent but not declared lost."""
@@ -219,7 +226,10 @@ class Recovery:
         return any(begun_on(attempt, engine_id) for engine_id in self._silent_of(attempt))
 
     def _suspect(self, attempt: Attempt) -> None:
-        """Suspect the call if nodes were lost during an attempt; else close the call's trial."""
+        """Suspect the call if nodes were lost during an attempt.
+
+        Otherwise, close the call's trial.
+        """
         pool, suspects = self._pool, self._suspects
         gone = {
             node.engine_id
@@ -238,10 +248,10 @@ class Recovery:
             self._suspicion.close()
 
     def _blame(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
-        """Tell the nodes' health records that an attempt failed.
+        """Record in the nodes' health that an attempt failed.
 
-        A node with a broken engine is blamed alone. For other errors either node may be to blame.
-        Lost nodes are gone anyway; running out of memory is no fault.
+        A node with a broken engine is blamed alone. For other errors, either node may be to blame.
+        Nodes that are lost or out of memory are not blamed.
         """
         prefill, decode = attempt.prefill, attempt.decode
         if error.code not in _RETRYABLE or self._is_loss(attempt, item):
@@ -256,5 +266,5 @@ class Recovery:
 
 
 def _no_time() -> float:
-    """Return the seconds that an ended call has left."""
+    """Return 0 seconds: an ended call has no time left."""
     return 0.0

@@ -18,7 +18,8 @@ from baton.api.errors import ConfigError, NodeUnavailableError, OverloadedError
 from baton.link.words import ADAPTER_MISSING, MOVED, RequestError
 
 WINDOW_S = 10.0
-# Waiting calls hold prompts and clients, so their number and their wait are limited.
+# Waiting calls hold prompts and clients' connections, so their number and their waiting time are
+# limited.
 MAX_WAITING = 1024
 PATIENCE_S = 60.0
 
@@ -30,13 +31,13 @@ class RetryOptions:
     Attributes:
         max_attempts: failed attempts after which the call fails. Preemptions and losses of a node
             do not count.
-        failing_for_s: while nodes cannot reach each other, the call fails only if its first failure
-            was at least this long ago.
+        failing_for_s: while nodes cannot reach each other, the call fails only when its first
+            failure is at least this many seconds old.
         max_preemptions: the call fails after more preemptions; an attempt on a node that lacks the
             call's adapter counts as a preemption.
         max_losses: the call fails after losing a node in more attempts.
-        trial_pause_s: a suspect call is tried alone when no node has been lost for this long, and
-            no similar call is on trial (see `suspects.py`).
+        trial_pause_s: a suspect call is tried alone after this many seconds without a lost node,
+            unless a similar call is on trial (see `suspects.py`).
         pair_timeout_s: how long an attempt waits when no nodes can take it.
         return_timeout_s: how long a call waits for a crashed node to return if no other nodes can
             serve the call.
@@ -66,8 +67,8 @@ class RetryOptions:
 class RetryBudget:
     """Keep retries from multiplying the load of a cluster in trouble.
 
-    In any 10 s, there may be 10 retries and one more per five calls. Further retries wait, which
-    bridges short failures. A retry that would have to wait too long fails instead.
+    In any 10 s, 10 retries are allowed, and one more per five calls. Further retries wait until
+    short failures are over. A retry that would wait too long fails instead.
 
     Args:
         clock: returns seconds.
@@ -102,14 +103,14 @@ class RetryBudget:
         return True
 
     def is_storm(self, patience_s: float) -> bool:
-        """Return whether one more waiting call would wait longer than ``patience_s`` seconds."""
+        """Return whether one more waiting retry would wait longer than ``patience_s`` seconds."""
         self._now()
         could_begin = self._allowance() / WINDOW_S * min(patience_s, PATIENCE_S)
         return self.num_waiting >= min(could_begin, MAX_WAITING)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count one waiting call inside this context."""
+        """Count one waiting call while this context lasts."""
         self.num_waiting += 1
         try:
             yield
@@ -142,7 +143,8 @@ class CallRetries:
         self._budget = budget
         self._num_preemptions = 0
         self._num_losses = 0
-        self._failures: list[Callable[[], bool]] = []  # each returns whether it lost a node
+        # Functions that return whether a failed attempt lost a node
+        self._failures: list[Callable[[], bool]] = []
         self._failing_since = 0.0
         self._latest: Callable[[], bool] | None = None  # the last failure; None: a preemption
 
@@ -154,11 +156,11 @@ class CallRetries:
     def note_failure(self, error: RequestError, was_loss: Callable[[], bool]) -> None:
         """Count a failed attempt that may be retried.
 
-        A lost node is not the call's fault, and the retries of its calls add no load. They need no
-        budget and have a higher limit.
+        A lost node is not the call's fault, and retrying its calls adds no load. These retries use
+        no budget and have a higher limit.
 
         Args:
-            was_loss: returns whether the attempt failed because a node is gone or silent. Asked
+            was_loss: returns whether the attempt failed because a node is gone or silent. Called
                 repeatedly, because the loss may be noticed after the peer's error.
 
         Raises:
@@ -193,7 +195,7 @@ class CallRetries:
 
     @property
     def needs_pause(self) -> bool:
-        """Return whether so many attempts failed that the next one must wait."""
+        """Return whether so many attempts failed that the next attempt must wait."""
         return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
 
     def _may_pass(self, error: RequestError) -> bool:
@@ -203,7 +205,7 @@ class CallRetries:
         return self._budget.clock() - self._failing_since < self._options.failing_for_s
 
     def _count_failures(self) -> int:
-        """Return the number of failures; recount those that proved to be losses of a node."""
+        """Return the number of failures, without those that turned out to be losses of a node."""
         failures = [was_loss for was_loss in self._failures if not was_loss()]
         self._num_losses += len(self._failures) - len(failures)
         self._failures = failures

@@ -4,7 +4,7 @@
     the same process joins again    nothing is suspected any more
     no node is lost for a while     each suspect is tried alone on a node
     this node dies                  the suspect fails, and equal requests are refused for minutes
-    the work goes well              the suspect is cleared
+    the trial succeeds              the suspect is cleared
 
 Equal requests have equal keyed hashes of sender and content (ADR 0027, ADR 0066).
 """
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024
 MAX_HISTORIES = 4096
-# Most suspects of one lost node that are tried alone; the oldest have precedence.
+# Most suspects of one lost node that are tried alone; the oldest suspects come first.
 MAX_SUSPECTS_PER_LOSS = 16
 # Losses further apart than this are judged separately.
 WINDOW_S = 10.0
-# If another node died within this many seconds, a verdict needs two failed trials instead of one.
-# A trial with its wait may take this long, so an unrelated death may fall into it by chance.
+# If another node died within this many seconds, a verdict needs two failed trials instead of one. A
+# trial with its wait may take this long, so an unrelated death may fall into it by chance.
 BACKGROUND_S = 12.0
 MAX_OPEN_VERDICTS = 256
 
@@ -51,7 +51,8 @@ class Quarantined:
         principal: name of the caller.
         engine_ids: nodes that were lost together with the request.
         expires_at: end of the refusals, by the clock of `Suspects`.
-        loss: the death during the trial; if this node returns, equal requests are accepted again.
+        loss: the node's death during the trial; if this node returns, equal requests are accepted
+            again.
         num_refused: equal requests refused since this request was ended.
     """
 
@@ -80,10 +81,10 @@ class Verdict:
 
 
 class Suspects:
-    """Track the requests of one base model that may have crashed nodes.
+    """Tracks the requests of one base model that may have crashed nodes.
 
     Args:
-        pool: knows the lost nodes and the nodes for trials; its clock is used.
+        pool: knows the lost nodes and the nodes for trials; provides the clock.
         quarantine_s: how long equal requests are refused.
 
     Attributes:
@@ -99,20 +100,21 @@ class Suspects:
         self.num_ended_total = self.num_refused_total = 0
         self._quarantine_s = quarantine_s
         self._key = secrets.token_bytes(32)
-        self._quarantined: OrderedDict[str, Quarantined] = OrderedDict()  # oldest first
+        # Quarantined requests by fingerprint, oldest first
+        self._quarantined: OrderedDict[str, Quarantined] = OrderedDict()
         self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
         self._num_suspects: Counter[Loss] = Counter()
-        self._tried: Counter[str] = Counter()  # fingerprint -> number of running trials
-        # Verdicts whose node's fate was still unknown when the call ended.
+        self._tried: Counter[str] = Counter()  # number of running trials, by fingerprint
+        # Verdicts about nodes that had neither returned nor been declared dead when the call ended.
         self._open_verdicts: list[Verdict] = []
 
     # ------------------------------------------------------------------ quarantine
 
     def check(self, call: Call) -> None:
-        """Raise PoisonRequestError if an equal request was ended as poison."""
+        """Raise PoisonRequestError if an equal request was found to crash nodes."""
         if self._open_verdicts:
             self._settle_verdicts()
-        if self._quarantined:  # hashing a prompt takes time
+        if self._quarantined:  # check only if needed: hashing a prompt takes time
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
@@ -134,7 +136,7 @@ class Suspects:
         )
 
     def quarantine(self, call: Call, fingerprint: str, loss: Loss) -> PoisonRequestError:
-        """Refuse requests equal to this one from now on, and return the error for its client."""
+        """Refuse requests equal to this call from now on; return the error for its client."""
         losses = self._lost_with.get(fingerprint, set()) | {loss}
         engine_ids = tuple(sorted({one.engine_id for one in losses}))
         self._quarantined.pop(fingerprint, None)
@@ -207,19 +209,19 @@ class Suspects:
             self._lost_with.popitem(last=False)
 
     def forget_losses(self, fingerprint: str, losses: Iterable[Loss]) -> None:
-        """Forget losses that were not caused by requests with this fingerprint."""
+        """Forget losses of nodes that requests with this fingerprint did not cause."""
         if fingerprint in self._lost_with:
             self._lost_with[fingerprint].difference_update(losses)
             if not self._lost_with[fingerprint]:
                 del self._lost_with[fingerprint]
 
     def others_lost(self, fingerprint: str, since: float) -> set[Loss]:
-        """Return the losses since then that did not involve requests with this fingerprint."""
+        """Return the losses since ``since`` that did not involve requests with this fingerprint."""
         known = self._lost_with.get(fingerprint, set())
         return set(self.lost_nodes.lost_since(since)) - known
 
     def admit(self, loss: Loss) -> bool:
-        """Count one more suspect of a loss; return whether the limit allows it."""
+        """Count one more suspect of a loss; return whether the limit on suspects allows it."""
         if self._num_suspects[loss] >= MAX_SUSPECTS_PER_LOSS:
             return False
         if len(self._num_suspects) > MAX_HISTORIES:
@@ -252,7 +254,7 @@ class Suspects:
         return self.quarantine(verdict.call, verdict.fingerprint, verdict.loss)
 
     def keep_open(self, verdict: Verdict) -> None:
-        """Keep a verdict until the node's fate is known; the call itself has ended."""
+        """Keep a verdict until it is known whether the node died, although the call has ended."""
         self._open_verdicts.append(verdict)
         del self._open_verdicts[:-MAX_OPEN_VERDICTS]
 

@@ -1,4 +1,4 @@
-"""Suspicion: track which lost nodes one call may have killed, and try the call on a node alone.
+"""Suspicion: tracks which lost nodes one call may have killed, and tries the call alone.
 
 A call gets a suspicion when it first loses a node; most calls never do. See `suspects.py`.
 """
@@ -16,27 +16,28 @@ from router.fleet.load.node_load import NodeLoad
 from router.fleet.lost_nodes import Fate, Loss
 from router.policies.base import Placement
 
-# A request that got this many tokens from a node is cleared: a killer would have struck before.
+# A request is cleared after it got this many tokens from a node: a request that kills nodes does so
+# earlier.
 PROVEN_TOKENS = 8
-# Longest time that a suspect waits for a node of its own.
+# Longest time in seconds that a suspect waits for a node of its own.
 MAX_WAIT_S = 5.0
 POLL_S = 0.02
 _FEW_LOSSES = 2
 
 
 class Work(Enum):
-    """Kinds of a node's work; a request that kills nodes is blamed for one kind only."""
+    """Kinds of a node's work; a request that kills nodes is suspected for one kind only."""
 
     PROMPT = "prompt"
-    TOKENS = "tokens"  # sampling tokens, or compiling their grammar
+    TOKENS = "tokens"  # sampling tokens, or compiling a grammar for them
 
 
 class Suspicion:
-    """Suspect one call of killing nodes, until its work has gone well.
+    """Suspects one call of killing nodes, until its work has succeeded.
 
     Args:
         suspects: the router's suspects.
-        pause_s: time without a lost node before a suspect is tried.
+        pause_s: seconds without a lost node before a suspect is tried.
     """
 
     def __init__(self, suspects: Suspects, call: Call, pause_s: float) -> None:
@@ -52,9 +53,9 @@ class Suspicion:
         self._work: Work | None = None  # work that the call must try alone
         self._begun: Work | None = None  # work begun on the most recently lost node
         self._room = ""  # engine id of the trial's node, once the call may be placed there
-        self._tried_on = ""  # engine id, while the call is on trial there
+        self._tried_on = ""  # engine id of the trial's node while the trial runs
         self._verdict: Verdict | None = None
-        self._num_trials = 0  # trials under which a node died
+        self._num_trials = 0  # trials during which a node died
 
     # ------------------------------------------------------------------ a node was lost
 
@@ -62,7 +63,7 @@ class Suspicion:
         """Note that an attempt ended because its nodes were lost.
 
         Args:
-            num_nodes: nodes that are left.
+            num_nodes: number of nodes that are left.
         """
         suspects, now = self._suspects, self._suspects.clock()
         tried_on, num_tokens = self._tried_on, attempt.start_index + attempt.num_tokens
@@ -85,13 +86,13 @@ class Suspicion:
                 work, self._begun = part, begun
         num_others = len(suspects.others_lost(self._fingerprint, now - WINDOW_S))
         if num_others >= max(_FEW_LOSSES, num_nodes // 4):
-            work = self._verdict = None  # many deaths prove nothing
+            work = self._verdict = None  # if many nodes die, the call is probably not the cause
         self._work = work
 
     # ------------------------------------------------------------------ when and where it is tried
 
     def wait_s(self, fleet: Fleet) -> float:
-        """Return how long to wait before placing the call; ask again after that.
+        """Return how many seconds to wait before placing the call; ask again after that time.
 
         Raises:
             PoisonRequestError: this call or an equal call was found to kill nodes.
@@ -104,7 +105,7 @@ class Suspicion:
         if self._work is None:
             return 0.0
         if not fleet:
-            self._waits_since = now  # no node can be kept for the trial
+            self._waits_since = now  # no node can be kept free for the trial
             return 0.0
         quiet_at = max(suspects.lost_nodes.last_loss_at, self._waits_since) + self._pause_s
         if now >= self._waits_since + self._pause_s + MAX_WAIT_S:
@@ -118,7 +119,7 @@ class Suspicion:
         return 0.0 if self._room else POLL_S
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the nodes where the call is tried; the whole fleet if no trial is due."""
+        """Return the nodes on which the call is tried; the whole fleet if no trial is due."""
         if not self._room:
             return fleet
 
@@ -132,7 +133,10 @@ class Suspicion:
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
     def note_placed(self, placement: Placement) -> None:
-        """Note that the call was placed; begin its trial if it is on the node kept for the call."""
+        """Note that the call was placed.
+
+        Begin its trial if it was placed on the node kept for it.
+        """
         prefill, decode = placement.prefill, placement.decode
         computes = prefill if prefill is not None and self._work is Work.PROMPT else decode
         if self._room and computes.engine_id == self._room:
@@ -142,7 +146,10 @@ class Suspicion:
             self._leave_room()  # the node that was kept for the call does not admit it
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Note that an attempt yielded tokens; clears the call of the work that led to them."""
+        """Note that an attempt yielded tokens.
+
+        This clears the call for the work that led to them.
+        """
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
         elif attempt.began:
@@ -162,10 +169,10 @@ class Suspicion:
             self._suspects.keep_open(self._verdict)
             self._verdict = None
 
-    # ------------------------------------------------------------------ what became of it
+    # ------------------------------------------------------------------ outcome of the trial
 
     def _has_verdict(self) -> bool:
-        """Return whether the fate of the trial's node is known."""
+        """Return whether it is known if the trial's node died."""
         verdict = self._verdict
         assert verdict is not None
         fate = self._suspects.lost_nodes.fate(verdict.loss)
@@ -201,7 +208,7 @@ class Suspicion:
 
 
 def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
-    """Return the work that a node may have begun for an attempt and not completed, or None."""
+    """Return the work that a node may have begun but not completed for an attempt, or None."""
     prefill, decode = attempt.prefill, attempt.decode
     if prefill is not None and prefill.engine_id == engine_id and not attempt.began:
         return Work.PROMPT
@@ -214,7 +221,7 @@ def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
 
 
 def _nodes_for(work: Work, fleet: Fleet) -> Iterable[NodeLoad]:
-    """Return the nodes of a fleet that do such work."""
+    """Return the nodes of a fleet that do this kind of work."""
     if work is Work.PROMPT and fleet.prefills:
         return fleet.prefills
     return {*fleet.decodes, *fleet.self_prefilling}

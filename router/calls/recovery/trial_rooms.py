@@ -1,4 +1,4 @@
-"""TrialRooms: keeps nodes free for suspects, so that each suspect is tried alone.
+"""TrialRooms: keeps nodes free ("rooms"), so that each suspect request is tried alone.
 
     a suspect asks for a room    the least busy node is kept: new requests go elsewhere
     the node is still busy       its requests move elsewhere, as after a preemption
@@ -23,36 +23,36 @@ from router.fleet.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
-# Time for a newly kept node to finish its requests before the router moves these elsewhere.
+# Seconds in which a newly kept node may finish its requests before the router moves them elsewhere.
 QUIESCE_S = 1.0
-# Longest time that a room is kept, over all its suspects.
+# Longest time in seconds that one node is kept, over all suspects.
 MAX_KEPT_S = 5.0
-# Time that a node which was kept then serves ordinary requests before it may be kept again. Without
-# this rest, a series of suspects could keep the only node for good.
+# Seconds for which a node serves ordinary requests before it may be kept again. Without this rest,
+# a series of suspects could keep the only node for ever.
 REST_S = 2.0
-# Time for the next suspect to take over a free room.
+# Seconds in which the next suspect may take over a free room.
 HAND_OVER_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class _Room:
     node: Node
-    owner: object | None  # None: between two suspects
+    owner: object | None  # the suspect that has the room; None: between two suspects
     kept_since: float
-    is_told: bool = False  # whether a log line has told that requests are moved
+    is_told: bool = False  # whether it was logged that requests are moved
 
 
 class TrialRooms:
-    """Keep nodes of one base model for suspects.
+    """Keeps nodes of one base model free for suspects.
 
     Args:
-        pool: has the nodes and the clock.
+        pool: the joined nodes; provides the clock.
     """
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
-        self._rooms: dict[str, _Room] = {}  # by engine id
-        self._rests_until: dict[str, float] = {}  # by engine id
+        self._rooms: dict[str, _Room] = {}  # kept nodes, by engine id
+        self._rests_until: dict[str, float] = {}  # rest times, by engine id
 
     def __bool__(self) -> bool:
         """Return whether any node is kept."""
@@ -92,7 +92,7 @@ class TrialRooms:
                 asyncio.get_running_loop().call_later(HAND_OVER_S, self._open_if_free, room)
 
     def without(self, fleet: Fleet, owner: object | None = None) -> Fleet:
-        """Return the fleet without rooms of other owners; may be empty."""
+        """Return the fleet without nodes that are kept for other owners; may be empty."""
 
         def is_free(node: NodeLoad) -> bool:
             room = self._rooms.get(node.engine_id)
@@ -122,7 +122,9 @@ class TrialRooms:
         return room
 
     def _may_keep(self, node: Node, num_others: int) -> bool:
-        """Return whether one more node may be kept; the others must do all other requests' work.
+        """Return whether one more node may be kept.
+
+        The other nodes must do all other requests' work.
 
         Args:
             num_others: number of other candidates that are not kept.
@@ -134,7 +136,7 @@ class TrialRooms:
             return False
         if all(one.registration.role is role for one in kept):
             return True
-        # Each of two trials needs a free node of the other role.
+        # Two trials at a time need two free nodes of the other role.
         other_role = [one for one in nodes if one.registration.role is not role]
         return num_others > 0 and len(other_role) > len([one for one in kept if one in other_role])
 
@@ -143,7 +145,7 @@ class TrialRooms:
             self._open(room)
 
     def _open_and_rest(self, room: _Room) -> None:
-        """Open a room that was kept for long, and let its node rest for a while."""
+        """Open a room that was kept too long, and let its node rest for a while."""
         if self._rooms.get(room.node.engine_id) is room:
             now = self._pool.clock()
             self._rests_until = {name: at for name, at in self._rests_until.items() if at > now}

@@ -1,1 +1,1 @@
-"""How busy one node is, how fast, and what it has promised. Only numbers, no judgements."""
+"""One node's load, speed and deadlines. Only numbers, no judgements."""

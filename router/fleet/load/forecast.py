@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-# Bounds of expected / measured; 0.8 to 1.25 is "within a quarter".
+# Bounds of the ratio expected / measured; 0.8 to 1.25 means "within a quarter".
 RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 
@@ -19,7 +19,7 @@ class PrefillForecast:
     Attributes:
         num_tokens: tokens that the node is expected to compute.
         wait_s: expected wait until the node begins to compute the prompt.
-        compute_s: expected time from the node's begin of the prompt until token 1.
+        compute_s: expected seconds from when the node begins the prompt until token 1.
         placed_at: when the prompt was placed, by the router's clock.
         measured_wait_s: measured wait until the node began the prompt; None before token 1.
         measured_compute_s: measured time from the node's begin of the prompt until token 1; None
@@ -47,7 +47,7 @@ class RatioCounts:
     total: float = 0.0
 
     def note(self, expected_s: float, measured_s: float) -> None:
-        """Count one ratio; a measured time of 0 is skipped."""
+        """Count the ratio of an expected to a measured time; a measured time of 0 is skipped."""
         if measured_s > 0:
             ratio = expected_s / measured_s
             self.counts[bisect.bisect_left(RATIOS, ratio)] += 1
@@ -56,7 +56,7 @@ class RatioCounts:
 
 @dataclass(slots=True)
 class ForecastCounts:
-    """Histograms of how good one router's forecasts were, over all nodes.
+    """Histograms that show how good one router's forecasts were, over all nodes.
 
     Attributes:
         compute: ratios of the time to compute a prompt.

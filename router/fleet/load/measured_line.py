@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-Point = tuple[float, float]  # units, seconds
-_Weighted = tuple[float, float, float]  # units, seconds, weight
+Point = tuple[float, float]  # (units, seconds)
+_Weighted = tuple[float, float, float]  # (units, seconds, weight)
 
 NUM_KEPT = 16
-# Measurements between fits, once there are many: a fit costs as much as placing a request.
+# Measurements between two fits, once there are many: a fit costs as much time as placing a request.
 DRAWN_EVERY = 8
 _OLDEST_WEIGHT = 0.2  # weight of the oldest measurement kept, relative to the newest
 _COLD_WEIGHT = 0.25  # weight of the first measurement, which may include warm-up or compilation
 # The prior weighs as much as this many measurements.
 PROFILE_WEIGHT, SHARED_WEIGHT = 1.5, 0.5
-_LARGEST_ERROR = 0.5  # a larger relative error counts as this one
-# Times are bounded to keep sums of squares finite, whatever a node reports.
+_LARGEST_ERROR = 0.5  # a larger relative error counts as this error
+# Times are limited, to keep sums of squares finite whatever a node reports.
 _LEAST_S, _MOST_S = 1e-6, 1e6
 _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
@@ -58,8 +58,8 @@ class MeasuredLine:
 
     Args:
         profile: times that the node measured at its start, sorted by units.
-        shared: line of all nodes, which gets every measurement but the first. This line is the
-            prior of nodes without a profile; other nodes begin at its ``fleet_level``.
+        shared: line of all nodes, which gets every measurement but the first. It is the prior of
+            nodes without a profile; other nodes begin at its ``fleet_level``.
         default: two points, used before any measurement; needed without ``shared``.
         num_kept: number of measurements kept.
         shared_units: units at which the line samples ``shared``.
@@ -99,7 +99,7 @@ class MeasuredLine:
 
     @property
     def is_known(self) -> bool:
-        """Return whether this node has measured anything, at its start or later."""
+        """Return whether this node has any measurement of its own, at its start or later."""
         return self.num_measured > 0 or self._has_profile
 
     def seconds(self, units: float) -> float:
@@ -166,7 +166,7 @@ def _through(points: Sequence[Point]) -> Point:
 
 
 def _median(ratios: list[Point]) -> float:
-    """Return the weighted median of (ratio, weight) pairs; sorts them."""
+    """Return the weighted median of (ratio, weight) pairs; sorts the given list."""
     ratios.sort()
     left = 0.5 * sum([each for _, each in ratios])
     for ratio, each in ratios:
@@ -204,5 +204,5 @@ def _fit(points: Sequence[_Weighted], near_base: float, near_slope: float) -> Po
         xy += each_x * seconds
     spread = weight * xx - x * x
     per_unit = (weight * xy - x * y) / spread if spread > 1e-9 * weight * xx else near_slope
-    per_unit = min(max(per_unit, 0.0), y / x)  # a larger slope means a negative base
+    per_unit = min(max(per_unit, 0.0), y / x)  # a larger slope would make the base negative
     return max(y - per_unit * x, 0.0) / weight, per_unit

@@ -24,17 +24,17 @@ from router.fleet.load.promises import Promise, Promises
 # until it is measured. The numbers fit one mid-range GPU with an 8B model.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
-# In a decode step, a request costs about as much as this many tokens of context.
+# In a decode step, a request costs about as much time as this many tokens of context.
 REQUEST_UNITS = 500
-# One measurement is the mean of this many steps, because a busy node's messages come in bursts.
+# One measurement is the mean over this many steps, because a busy node's messages come in bursts.
 STEPS_MEASURED_TOGETHER = 8
-# Enough steps to include several batch sizes: one size alone yields no slope.
+# Number of profiled steps that includes several batch sizes: one size alone yields no slope.
 _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
 _LONG_PROMPT = 4  # profiles are extended to prompts this many times as long as the largest step
-# How many times longer a prompt takes while others decode on its node: first assumed value, highest
-# value that counts, weight of the newest measurement.
+# How many times longer a prompt takes while other requests decode on its node: the first assumed
+# value, the highest value that counts, and the weight of the newest measurement.
 _FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
 _FADING = 0.05  # weight of a new value in running averages
 _LONG_FADING = 0.01
@@ -42,7 +42,7 @@ _LONG_FADING = 0.01
 
 @dataclass(slots=True)
 class SharedRates:
-    """Rates that all nodes of a router measured together; new nodes start from these.
+    """Rates that all nodes of a router have measured together; a new node starts with these rates.
 
     Attributes:
         output_tokens: mean output length of a request.
@@ -72,12 +72,12 @@ class Account:
         num_uncomputed: prompt tokens to compute here.
         num_arriving: prompt tokens whose KV needs room here and has not arrived.
         num_decoding: prompt tokens of a request that decodes here; 0 before.
-        is_beside: whether this decode node had other requests when this request was placed.
+        is_beside: whether other requests were on this decode node when this request was placed.
         begun_at: when the request's first token came from this decode node; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes it.
-        unmeasured: tokens of a prompt that this decode node computed, and the seconds measured by
-            the router, until the node reports its own; None: nothing to measure.
+        unmeasured: number of tokens of a prompt that this decode node computed, and the seconds
+            that the router measured, until the node reports its own time; None: nothing to measure.
     """
 
     num_tokens: int
@@ -92,7 +92,7 @@ class Account:
 
 
 class NodeLoad:
-    """Track one node's load. Policies and the gate read it and change nothing.
+    """Tracks one node's load. Policies and the gate read it and change nothing.
 
     Args:
         shared: measurements of all nodes of this router.
@@ -101,33 +101,34 @@ class NodeLoad:
     Attributes:
         weight: share of its usual load that the node should get, above 0 up to 1; low during
             warm-up.
-        num_blocks: size of its KV cache in blocks.
-        max_model_len: longest request in tokens.
+        num_blocks: size of the node's KV cache in blocks.
+        max_model_len: longest request that the node accepts, in tokens.
         loads_adapters: whether the node can load adapters from files.
         encodes_images: whether the node can compute prompts with images.
         adapters: digests of the adapters in the node's memory.
-        beat: the node's latest report of its load by all routers.
-        num_open_requests: requests placed there by this router that have not ended.
+        beat: the node's latest report of its load from all routers.
+        num_open_requests: requests that this router placed on the node and that have not ended.
         num_open_tokens: on a prefill node, open requests' prompt tokens that are not computed yet;
             on a decode node, open requests' prompt tokens plus largest outputs.
-        num_uncomputed_requests: open requests whose prompt must be computed there.
-        num_placed_tokens: tokens of all requests ever placed there, counted like `num_open_tokens`.
-        prefill: seconds to compute a prompt, by its number of uncomputed tokens.
+        num_uncomputed_requests: open requests whose prompt the node must still compute.
+        num_placed_tokens: tokens of all requests ever placed on the node, counted like
+            ``num_open_tokens``.
+        prefill: predicted seconds to compute a prompt, by its number of uncomputed tokens.
         prefill_queue_s: time to compute all open prompts.
         prefill_base_s, prefill_s_per_token: line of the time to compute one more prompt, by its
             tokens; scaled up for a weight below 1.
         prefill_front_s: the first prompt's part of ``prefill_queue_s``; may be partly done.
         prefill_progress_at: when the last prompt was done, or when the first prompt came to the
             idle node, by the clock.
-        prefill_asked_at: when the last prompt was placed there, or when the node joined.
-        beside_factor: how many times longer a prompt takes while others decode there; above 1,
-            because its chunks are small and share their steps with decodes.
+        prefill_asked_at: when the last prompt was placed on the node, or when the node joined.
+        beside_factor: how many times longer a prompt takes while other requests decode on the node;
+            above 1, because its chunks are small and share their steps with decodes.
         step: seconds per decode step, by `step_units`.
         step_units: size of a step: context tokens, plus `REQUEST_UNITS` per request.
         step_base_s, step_s_per_unit: line of the cost per step of one more request, by its units:
             its own share of the step, and the delay of all other requests.
-        num_batch: requests on the node or on their way there.
-        num_free_tokens: free room for KV, in tokens, once all placed requests have arrived; may be
+        num_batch: requests on the node, or on their way to the node.
+        num_free_tokens: free room for KV in tokens, once all placed requests have arrived; may be
             negative.
         num_room_tokens: longest prompt that finds room without waiting.
         shared: measurements of all nodes of this router.
@@ -173,7 +174,7 @@ class NodeLoad:
         self._is_decode = registration.role is NodeRole.DECODE
         self._clock = clock
         self.has_beat = False
-        self._num_uncomputed = 0  # prompt tokens to compute here, of this router's requests
+        self._num_uncomputed = 0  # prompt tokens that this router's requests must compute here
         self.num_uncomputed_requests = 0
         self._num_foreign = 0
         self._num_foreign_requests = 0
@@ -229,7 +230,7 @@ class NodeLoad:
         )
 
     def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
-        """Return a prompt's forecast; computing it takes ``factor`` times as long as alone."""
+        """Return a prompt's forecast, if computing takes ``factor`` times as long as alone."""
         begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
         wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
         return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
@@ -242,14 +243,14 @@ class NodeLoad:
             self.shared.forecasts.note(forecast)
 
     def note_computed(self, account: Account) -> None:
-        """Take an open request's computed prompt off this node's queue."""
+        """Subtract an open request's computed prompt from this node's queue."""
         self.num_open_tokens -= account.num_tokens
         account.num_tokens = 0
         self._drop_uncomputed(account)
         self._derive()
 
     def note_begun(self, account: Account) -> None:
-        """Count a request as decoding: its KV is here and its first token came."""
+        """Count a request as decoding, because its KV is here and its first token came."""
         account.begun_at = self._clock()
         if account.num_uncomputed:
             busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
@@ -270,8 +271,8 @@ class NodeLoad:
     def note_prompt_time(self, account: Account, own_s: float = math.inf) -> None:
         """Measure the prompt that this decode node computed, if there is one.
 
-        The router's measurement includes the way to the node and back. For a prompt with few
-        uncomputed tokens this is most of the time, and would make long prompts look slower.
+        The router's measurement includes the network time to the node and back. For a prompt with
+        few uncomputed tokens this is most of the time, and would make long prompts look slower.
 
         Args:
             own_s: seconds until its first token, measured by the node; inf: not reported.
@@ -288,7 +289,7 @@ class NodeLoad:
         self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
-        """Take everything that an ended request still counts for off the load."""
+        """Subtract everything that an ended request still counts for from the load."""
         self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
@@ -298,7 +299,8 @@ class NodeLoad:
         if account.promise is not None:
             self.promises.close(account.promise)
         if not self._num_decoding:
-            self._stepped_at = None  # idle now, so the time until the next token is no step
+            # The node is idle now, so the time until the next token is not a step
+            self._stepped_at = None
         self._drop_uncomputed(account)
         self._derive()
 
@@ -310,7 +312,7 @@ class NodeLoad:
             self.prefill_progress_at = self._clock()
 
     def note_stalled(self) -> None:
-        """Measure progress from now on: the node was just ejected for the stall so far."""
+        """Measure progress from now on, because the node was just ejected for its stall."""
         self.prefill_progress_at = self._clock()
 
     @property
@@ -324,13 +326,13 @@ class NodeLoad:
     # ------------------------------------------------------------------ reported and measured
 
     def note_beat(self, beat: NodeBeat) -> None:
-        """Take a node's report of its own load."""
+        """Apply a node's report of its own load."""
         if beat.adapters != self.beat.adapters:
             self.adapters = frozenset(beat.adapters)
         self.beat = beat
         self.has_beat = True
-        # Tokens that the node must compute beyond this router's count: other routers' requests,
-        # and prompts with fewer cached tokens than expected.
+        # Tokens that the node must compute beyond this router's count: for other routers' requests,
+        # and for prompts with fewer cached tokens than expected.
         self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
         self._note_foreign_units()
         self.prefill.refresh()
@@ -338,7 +340,7 @@ class NodeLoad:
         self._derive()
 
     def _note_foreign_units(self) -> None:
-        """Estimate the step units of other routers' requests from the average request."""
+        """Estimate the step units of other routers' requests, each as an average request."""
         beat = self.beat
         num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
         num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
@@ -350,7 +352,7 @@ class NodeLoad:
     def note_prefilled(
         self, receipts: Sequence[PrefillReceipt], accounts: Sequence[Account] = ()
     ) -> None:
-        """Measure the prompts that one step finished together; call before their legs close.
+        """Measure the prompts that one step finished together; call this before their legs close.
 
         The time since the last such step is divided evenly among the prompts, and so are their
         tokens: the time of each prompt is unknown, but the sum is the time that the node was busy.
@@ -368,7 +370,7 @@ class NodeLoad:
         self.prefill_progress_at = now
 
     def note_step(self) -> None:
-        """Note that the tokens of one decode step came, and measure the step.
+        """Note that the tokens of one decode step arrived, and measure the step.
 
         The step time is fitted to the requests that decode now. Counting those still in transit
         would flatten the line and overload the node.
@@ -396,8 +398,8 @@ class NodeLoad:
 
         Args:
             num_tokens: length of its output; a step may sample several tokens.
-            is_cut: whether its token limit ended it. It then does not lower the average of long
-                outputs, because without the limit it might have been long.
+            is_cut: whether the token limit ended it. If so, it does not lower the average of long
+                outputs, because it might have been long without the limit.
         """
         shared = self.shared
         num_tokens = min(num_tokens, self.max_model_len)
@@ -416,7 +418,7 @@ class NodeLoad:
         return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:
-        """Update the values that policies read, now because changes are rarer than reads."""
+        """Compute the values that policies read. They change less often than they are read."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
         self.prefill_queue_s = line.base * num_requests + line.per_unit * (
@@ -437,7 +439,8 @@ class NodeLoad:
         self.step_units = own_units + self._foreign_units
         step = self.step
         self.step_base_s = step.base + step.per_unit * self.step_units / weight
-        # Slower steps also cost the other requests, which have half of their steps left on average.
+        # Slower steps also delay the other requests, which have half of their steps left on
+        # average.
         self.step_s_per_unit = step.per_unit * (1 + self.num_batch / 2 / weight)
 
 

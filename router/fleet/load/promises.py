@@ -1,4 +1,4 @@
-"""Promises: deadlines of the requests on a decode node, and the delay that they still allow.
+"""Promises: deadlines of the requests on a decode node, and the delay that they still permit.
 
 `Promises` knows deadlines and steps, but neither prompts nor memory.
 """
@@ -29,7 +29,7 @@ class Promise:
 
 
 class Promises:
-    """Track the deadlines of the requests on one decode node.
+    """Tracks the deadlines of the requests on one decode node.
 
     Attributes:
         num_steps: steps that the node has made.
@@ -40,13 +40,13 @@ class Promises:
         self._open: set[Promise] = set()
 
     def open(self, finish_by: float, num_steps: float, arrives_at: float) -> Promise:
-        """Add the promise to a request that was placed."""
+        """Add the promise that a placed request must finish by ``finish_by``."""
         promise = Promise(finish_by, num_steps, arrives_at)
         self._open.add(promise)
         return promise
 
     def begin_promise(self, promise: Promise) -> None:
-        """Count the promise's steps from now on, because the request has its first token."""
+        """Count a promise's steps from now on, because the request has its first token."""
         promise.ends_with = self.num_steps + promise.num_steps
 
     def close(self, promise: Promise) -> None:

@@ -1,1 +1,1 @@
-"""Which node's prefix cache has which blocks of a prompt, as far as nodes report it."""
+"""Which blocks of a prompt are in each node's prefix cache, as far as nodes report it."""

@@ -1,6 +1,7 @@
 """PlacementMemory: where prompts went recently; for nodes that do not report their caches.
 
-Entries have no times of their own: two generations are kept, and the older one expires as a whole.
+Entries have no expiry time. Instead, two generations are kept, and the older one expires as a
+whole.
 
     note ->  [ newest ]   every lifetime_s / 2, or when it is full:  newest -> previous -> gone
 """
@@ -14,7 +15,9 @@ from baton.kv.block_hash import ShortHash
 
 
 class PlacementMemory:
-    """Remembers which nodes were sent which block contents; nodes are bits of an integer.
+    """Remembers which block contents were sent to which nodes.
+
+    Sets of nodes are bits of an integer.
 
     Args:
         max_blocks: most contents remembered.
@@ -42,11 +45,11 @@ class PlacementMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Number of entries in both generations; a content in both counts twice."""
+        """Number of entries in both generations; a block that is in both counts twice."""
         return len(self._newest) + len(self._previous)
 
     def note(self, bit: int, hashes: Iterable[ShortHash]) -> None:
-        """Remember that a node was sent these contents."""
+        """Remember that these block contents were sent to a node."""
         for block_hash in hashes:
             if len(self._newest) >= self._max_newest:
                 self._change()
@@ -58,7 +61,7 @@ class PlacementMemory:
         return newest | self._previous.get(block_hash, 0) or default
 
     def has_forgotten(self, generation: int) -> bool:
-        """Return whether everything noted up to this generation is forgotten."""
+        """Return whether everything noted up to and including this generation is forgotten."""
         return self.generation >= generation + 2 or not self.num_blocks
 
     def expire(self) -> None:

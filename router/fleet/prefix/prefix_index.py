@@ -35,12 +35,12 @@ MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
 _MAX_SHARED_SETS = 2**16
-MAX_KINDS = 8  # a prompt is hashed once for each
+MAX_KINDS = 8  # most kinds of block hashes; a prompt is hashed once for each kind
 
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A node and the cached blocks that the index knows of, since the node's last snapshot.
+    """A node, and the cached blocks that the index knows since the node's last snapshot.
 
     Attributes:
         bit: the node's bit in sets of nodes.
@@ -63,15 +63,15 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Index the prefix caches of one base model's nodes, on its event loop.
+    """Indexes the prefix caches of one base model's nodes, on the router's event loop.
 
     Args:
         max_blocks: most (node, block) entries. Contents beyond this are left out, and placements
             count for their nodes.
         max_placed_blocks: most blocks whose placement is remembered.
         placement_lifetime_s: longest time that a placement is remembered.
-        sweep_blocks: entries of removed nodes that are dropped at a time; more would block the
-            event loop.
+        sweep_blocks: entries of removed nodes that are dropped at a time; dropping more would block
+            the event loop.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -92,21 +92,21 @@ class PrefixIndex:
         self._sweep_blocks = sweep_blocks
         self._held: dict[ShortHash, int] = {}
         self._placed = PlacementMemory(max_placed_blocks, placement_lifetime_s, clock)
-        self._holders: dict[str, _Holder] = {}  # by engine id
+        self._holders: dict[str, _Holder] = {}  # nodes by engine id
         self._kinds: set[HashKind] = set()
-        self._places: list[_Holder | None] = []  # by bit; None: free
+        self._places: list[_Holder | None] = []  # nodes by bit; None: the bit is free
         self._leaving: deque[_Holder] = deque()  # removed nodes with blocks to drop, oldest first
         # Removed nodes whose bits remain only in the placement memory, oldest first.
         self._fading: deque[_Holder] = deque()
         self._exact = 0  # bits of nodes whose events are complete
         self._inexact = 0  # bits of nodes for which placements count
-        # Equal sets of nodes share one object, which saves memory and makes comparison cheap.
+        # Equal sets of nodes share one object, which saves memory and makes comparing cheap.
         self._shared_sets: dict[int, int] = {}
 
     # ------------------------------------------------------------------ nodes
 
     def add_node(self, engine_id: str, kind: HashKind) -> None:
-        """Add a node; placements count for it until its snapshot comes.
+        """Add a node; placements count for the node until its snapshot arrives.
 
         A node whose kind of blocks would exceed `MAX_KINDS` is left out: its cache stays unknown.
         """
@@ -203,7 +203,7 @@ class PrefixIndex:
         last, length = candidates, 0
         for block_hash in hashes:
             held = get(block_hash, 0)
-            if held is not last:  # equal sets are one object, so this is rare
+            if held is not last:  # equal sets are one object, so this branch is rare
                 last = held
                 left = candidates & held
                 if left != candidates:
@@ -290,7 +290,7 @@ class PrefixIndex:
         return self._shared_sets.setdefault(nodes, nodes)
 
     def _sweep(self) -> None:
-        """Drop some blocks of removed nodes, and free the bits of nodes without blocks."""
+        """Drop some blocks of removed nodes; free the bits of nodes without any blocks."""
         room = self._sweep_blocks
         while self._leaving:
             holder = self._leaving[0]
@@ -309,7 +309,7 @@ class PrefixIndex:
                 self._free_place(holder)
         if self._fading:
             self._placed.expire()
-        # Old placements must not count for the next node with this bit.
+        # Old placements must not count for the next node that gets this bit.
         while self._fading and self._placed.has_forgotten(self._fading[0].generation):
             self._free_place(self._fading.popleft())
 

@@ -15,7 +15,7 @@ class HashKind(NamedTuple):
     Attributes:
         block_size: tokens per block.
         algorithm: a name in HASH_ALGORITHMS.
-        namespace: equal on nodes that compute equal KV for equal tokens.
+        namespace: text that is equal on nodes that compute equal KV for equal tokens.
     """
 
     block_size: int
@@ -31,8 +31,8 @@ class PromptHashes:
         cache_salt: prompts share cached blocks only if their salts are equal, as on the nodes.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
         images: the prompt's images, in order.
-        beginning: hashes of a beginning of this prompt, with equal salt, adapter and images, which
-            are not computed again; None: there are none.
+        beginning: hashes of a prompt with which this prompt begins, with equal salt, adapter and
+            images; these hashes are reused. None: all hashes are computed.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class PromptHashes:
         self._extra_keys = extra_keys_of(cache_salt, adapter)
         self._beginning = beginning
         self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
-        self._whole: dict[HashKind, list[BlockHash]] = {}  # kept for prompts that continue this one
+        # Full-length hashes, kept for prompts that continue this one
+        self._whole: dict[HashKind, list[BlockHash]] = {}
         self._salted: dict[bytes, PromptHashes] = {}
 
     def are_of(self, token_ids: Sequence[int], cache_salt: bytes, adapter: str) -> bool:
-        """Return whether these are the hashes of this list object with this salt and adapter."""
+        """Return whether these hashes belong to this list object, salt and adapter."""
         keys = (self._cache_salt, self._adapter)
         return token_ids is self._token_ids and (cache_salt, adapter) == keys
 

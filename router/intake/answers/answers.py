@@ -1,5 +1,4 @@
-"""Answers: the parts of calls' outputs that clients may see: texts, and receipts that reveal no
-other tenants' figures.
+"""Answers: the texts of calls' outputs, and receipts without other tenants' figures, for clients.
 
 Logs outputs if enabled. Knows no API: `LongAnswers` builds the parts of any API's response.
 """
@@ -71,7 +70,7 @@ class Answer:
         self._log = None if log is None else log.log_prompt(call)
 
     def add(self, output: TextDelta) -> TextDelta:
-        """Return an output with its text; the client must not yet see the last one's receipt."""
+        """Return an output with its text; the receipt of the last output must not be shown yet."""
         delta = self._text.add(output)
         if delta.output_index == 0:
             self._own_prompts.note(self._call)

@@ -56,12 +56,13 @@ _FORMATS = {
     "uri": r"[a-z][a-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=]+",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-# Texts that are read as another type if the schema allows that type.
+# Texts that are read as another type if the schema allows this type.
 _OF_OTHER_TYPES = r"(?s:\s*([\[{\"0-9+\-.](?s:.*)|(?i:true|false|null|none)\s*)?)"
-_GROUP = re.compile(r"\?s?:")  # begins a plain group, or lets dots match newlines
+# Start of a non-capturing group, or of a group in which dots match newlines
+_GROUP = re.compile(r"\?s?:")
 _ESCAPE = re.compile(r"\\.")
 _WORDS = {"null": "null", "boolean": "(true|false)"}
-_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # as in JSON Schema: ASCII only
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # ASCII only, as in JSON Schema
 
 
 class InexpressibleError(Exception):
@@ -83,7 +84,7 @@ class Argument:
 
 
 class ValueForm(Protocol):
-    """Write the grammar of argument values in a family's tool-call format."""
+    """Writes the grammar of argument values in a family's tool-call format."""
 
     def json(self, rule: str) -> str:
         """Return an expression for a value in JSON; ``rule`` is the grammar rule of that JSON."""
@@ -132,7 +133,7 @@ class ArgumentRules:
         self._num_chars = 0
 
     def arguments(self) -> list[Argument]:
-        """Return the arguments in schema order, at the end one with any other name if allowed."""
+        """Return the arguments in schema order; the last one has any other name, if allowed."""
         schema = self._schema
         if more := set(schema) - _PLAIN:
             raise InexpressibleError(f"{min(more)} is not enforced beside the properties")
@@ -168,7 +169,7 @@ class ArgumentRules:
         return rule
 
     def _whole(self, schema: Any) -> Any:
-        """Make a part of the schema a document of its own in which all references resolve."""
+        """Make a part of the schema a separate document in which all references resolve."""
         if "$ref" not in json.dumps(schema):
             return schema
         return {**_rebased(schema), "$defs": {"whole": _rebased(self._schema)}}
@@ -233,7 +234,7 @@ class ArgumentRules:
             raise InexpressibleError(f"{min(said)} without a type is not enforced here")
 
     def _is_structure(self, schema: Any, depth: int) -> bool:
-        """Return whether a schema allows only objects or lists."""
+        """Return whether a schema allows only objects or arrays."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return False
         if "type" in schema:
@@ -301,7 +302,7 @@ def _regexes(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _searched(pattern: str) -> str:
-    """Turn a pattern that is searched for in a text into a regex of the whole text."""
+    """Turn a pattern that may match anywhere in a text into a regex of the whole text."""
     ways, way, depth, position = [], "", 0, 0
     while position < len(pattern):
         sign, end = pattern[position], position + 1
@@ -350,5 +351,5 @@ def _anywhere(way: str) -> str:
 def _escaped(text: str) -> str:
     """Return a regex that matches exactly one text."""
     if not text:
-        return "(?:)"  # because two slashes begin a comment
+        return "(?:)"  # because two slashes begin a comment in Lark
     return re.escape(text).replace("/", "\\/").replace("\n", "n")

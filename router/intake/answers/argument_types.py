@@ -15,10 +15,11 @@ from urllib.parse import unquote
 # Most subschemas visited for one argument; a larger schema counts as allowing anything.
 MAX_SCHEMAS = 1_000
 _MAX_DEPTH = 32
-# These families' templates show arguments in Python's notation.
+# Python's notation is read, too, because some families' templates show it.
 _NULLS = ("null", "None")
 _BOOLS = {"true": True, "false": False}
-_MAX_LITERAL_CHARS = 10_000  # because Python's literal reader is slow
+# Texts longer than this are not read as Python literals, because Python's reader is slow
+_MAX_LITERAL_CHARS = 10_000
 _SAMPLES: tuple[Any, ...] = (None, True, 0, 0.5, {}, [])  # one of each type except string
 _NOT_THERE: Final = object()
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -49,7 +50,8 @@ class ArgumentTypes:
         schema = self._schema_of(name)
         if schema is None or not self._accepts_any(schema, "-"):
             return False
-        # Values in ``enum`` and ``const`` stand for their types: they hardly ever equal a sample.
+        # Values in ``enum`` and ``const`` represent their types: a sample hardly ever equals such a
+        # value.
         takes_null, *others = (
             self._accepts_any(schema, other, by_lists=False) for other in _SAMPLES
         )
@@ -64,7 +66,8 @@ class ArgumentTypes:
         """Return the JSON value of an argument's text.
 
         If the schema allows several types, the first that fits counts: null, boolean, number,
-        object or array, string. A text that fits none is passed on: the function may reject it.
+        object or array, string. A text that fits no type is passed on unchanged: the function may
+        reject it.
         """
         schema = self._schema_of(name)
         if schema is None or all(self._accepts_any(schema, one) for one in ("-", *_SAMPLES)):

@@ -65,12 +65,13 @@ def answer_or_calls(
     Args:
         form: the family's marks and shape of calls.
         answer: JSON Schema of the answer.
-        several: whether one output may contain more than one call.
+        several: whether one output may contain several calls.
 
     Raises InvalidRequestError.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
-        # Answer and call both begin with a brace, and the library's lexer would pick one of them.
+        # Answer and call both begin with a brace, and the library's lexer would choose one of the
+        # two.
         raise InvalidRequestError(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )
@@ -147,7 +148,7 @@ def _held_text(index: int) -> str:
 
 
 def _held_rules(functions: Sequence[Function]) -> str:
-    """Return the rules of text arguments that bring grammars of their own."""
+    """Return the rules of text arguments that have their own grammars."""
     num_chars = sum(len(one.held_text[1]) for one in functions if one.held_text is not None)
     if num_chars > MAX_TEXT_BYTES:
         problem = f"must have grammars of at most {MAX_TEXT_BYTES} characters, got {num_chars}"

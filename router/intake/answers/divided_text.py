@@ -41,7 +41,7 @@ class DividedText:
         parser: OutputParser,
     ) -> None:
         self.parts: list[Part] = []
-        self._thought: ThoughtState | None = None  # None once the thought is over
+        self._thought: ThoughtState | None = None  # None once the reasoning has ended
         self._close_mark = ""
         thinking = params.thinking
         if thinking is not None and thinking.closes_by_token:
@@ -57,7 +57,10 @@ class DividedText:
 
     @property
     def stopped(self) -> bool:
-        """Return whether a stop string was found; its last token is then the output's last."""
+        """Return whether a stop string was found.
+
+        The token that completed it is the output's last.
+        """
         return self._stop_strings.stopped
 
     @property
@@ -67,7 +70,7 @@ class DividedText:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens taken so far."""
+        """Number of tokens pushed so far."""
         return self._text.num_tokens
 
     def push(
@@ -80,8 +83,8 @@ class DividedText:
             ended_by_token: whether the last token itself ended the output.
         """
         self.parts = []
-        # One token at a time if a stop string may end the output, so that its last token is known,
-        # or if a token may end a thought.
+        # Push one token at a time if a stop string may end the output, so that its last token is
+        # known, or if a token may end the reasoning.
         is_apart = bool(self._stop) or self._thought is not None
         steps = [[one] for one in token_ids] if is_apart and token_ids else [token_ids]
         texts = []
@@ -124,7 +127,7 @@ class DividedText:
                 return
 
     def _flush(self) -> None:
-        """Release answer text that was held back, because another part follows."""
+        """Release held answer text, because a part of another kind follows."""
         if held := self._stop_strings.flush():
             self.parts.append(held)
             self._stop_strings = StopStrings(self._stop, include=self._include_stop)

@@ -25,9 +25,11 @@ from router.intake.parsers.tagged import TaggedForm
 def text_or_calls(
     form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> str | None:
-    """Make a Lark grammar of a text that may end in calls; None if a parser cannot tell them apart.
+    """Make a Lark grammar of a text that may end in calls.
 
-    A thought precedes the grammar and does not belong to the text.
+    None if a parser could not tell calls from text.
+
+    Reasoning may precede the text; the grammar does not include it.
 
     Args:
         several: whether one output may contain more than one call.

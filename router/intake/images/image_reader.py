@@ -1,6 +1,6 @@
 """ImageReader: checks the image files of a prompt and expands the prompt by their tokens.
 
-Headers are read in worker processes, because a file may kill its parser. No pixel is decoded here;
+Headers are read in worker processes, because a file may crash its parser. No pixel is decoded here;
 the node that computes the prompt does that.
 """
 

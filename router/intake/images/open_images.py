@@ -1,7 +1,7 @@
 """OpenImages: the bytes of image files that a router holds for its open requests.
 
-A request holds its files until it ends, because another attempt sends them again. Requests wait in
-thousands while nodes are full, and prompts of text have no such size.
+A request holds its files until it ends, because a further attempt sends them again. Thousands of
+requests may wait while nodes are full, and images are much larger than prompts of text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OpenImages:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._num_bytes: Counter[str] = Counter()  # by caller
+        self._num_bytes: Counter[str] = Counter()  # bytes by caller
         # Images that were freed, perhaps on another thread.
         self._freed: deque[tuple[str, int]] = deque()
 

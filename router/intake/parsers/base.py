@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The next piece of the model's thought before its answer."""
+    """The next piece of the model's reasoning before its answer."""
 
     text: str
 
@@ -44,7 +44,7 @@ Part = str | Reasoning | CallBegins | CallArguments
 
 
 class OutputParser(Protocol):
-    """Divides one output, which comes in pieces, into parts. Never raises.
+    """Divides one output, which arrives in pieces, into parts. Never raises.
 
     The joined parts do not depend on how the output is cut into pieces. The total time is linear in
     the output's length.

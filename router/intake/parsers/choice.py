@@ -31,7 +31,7 @@ class AskedThinking:
         is_off: whether the model must not think.
         must_think: whether the output must begin with a thought; if not, the model decides.
         budget_tokens: most tokens of the thought; None: no limit.
-        goes_on: whether the output continues text of the prompt; no thought begins then.
+        goes_on: whether the output continues text of the prompt; if so, no thought begins.
     """
 
     is_off: bool = False
@@ -63,7 +63,7 @@ class OutputParsers:
         source = ""
         if tokenizer is not None and tokenizer.chat_template is not None:
             source = tokenizer.chat_template.source(with_tools=True)
-        # If a template knows no tools, they are described to the model in Hermes' form.
+        # If a template does not support tools, they are described to the model in Hermes' form.
         takes_tools = tokenizer is not None and tokenizer.takes_tools
         if tool_call_parser == AUTO:
             rows = TOOL_CALL_PARSERS.load_all() if takes_tools else {}

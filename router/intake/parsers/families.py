@@ -47,7 +47,7 @@ class Family:
         signs: texts; any of them in a chat template identifies the family.
         new_id: makes a call's id from the function's name and the number of earlier calls, in the
             form that the family's templates show.
-        takes_all: whether the parser of calls also finds reasoning.
+        takes_all: whether the parser of calls also parses reasoning.
     """
 
     form: CallForm
@@ -74,7 +74,7 @@ class Thoughts:
 
     Attributes:
         signs: texts; any of them in a chat template identifies the family.
-        takes_all: whether the parser also finds calls.
+        takes_all: whether the parser of reasoning also parses calls.
     """
 
     form: ThinkForm | HarmonyForm
@@ -98,7 +98,7 @@ def numbered_id(name: str, number: int) -> str:
     return f"functions.{name}:{number}"
 
 
-# The first row whose sign is in the template counts.
+# The first row with a sign in the template applies.
 CALLS: dict[str, Family] = {
     "openai": Family(HarmonyForm(), ("<|channel|>",), takes_all=True),
     "glm45": Family(

@@ -56,7 +56,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
             text = "".join(header)
             if not ending:
                 if CHANNEL not in text and START not in text and text.strip():
-                    yield text  # a header was cut short, so this is text
+                    yield text  # a header was cut off, so this is text
                 return
         begins_with_header = True
         tag = yield from _message(source, "".join(header))
@@ -73,7 +73,7 @@ def _end(source: Source) -> Steps[str]:
 
 
 def _begins(source: Source) -> Steps[bool]:
-    """Return whether the output begins with a header; if not, all of it is text."""
+    """Return whether the output begins with a header; if not, the whole output is text."""
     for text in _BEGINNINGS:
         if (yield from source.comes(text)):
             return True

@@ -23,7 +23,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 def is_nothing(text: str) -> bool:
-    """Return whether a text stands for empty arguments."""
+    """Return whether a text means empty arguments."""
     return text.strip() in ("", "null")
 
 
@@ -91,7 +91,10 @@ class _CallReader:
         return None
 
     def _members(self) -> Steps[bool]:
-        """Return whether an object was read to its end, or far enough for a call."""
+        """Read an object's members.
+
+        Return whether it was read to its end, or far enough for a call.
+        """
         if not (yield from self._expect("{")):
             return False
         while True:

@@ -36,9 +36,9 @@ class NamedForm:
     Attributes:
         all_open, all_close: enclose all calls of an output.
         open, close: enclose one call.
-        separator: stands between name and arguments.
+        separator: mark between name and arguments.
         is_fenced: whether the name may come after the separator, with arguments in a code block.
-        prefix: stands before the name; ``:`` and the call's number then follow the name.
+        prefix: text before the name; ``:`` and the call's number follow the name.
     """
 
     all_open: str

@@ -28,7 +28,7 @@ class PlainText:
 
 
 class OneCall(ScriptedParser):
-    """Read an output that a grammar forced to be one call.
+    """Reads an output that a grammar forced to be one call.
 
     Args:
         make_id: makes the call's id.
@@ -46,7 +46,7 @@ class OneCall(ScriptedParser):
 class CallsOrText:
     """Read an output as calls if it begins with a mark of calls, else as text.
 
-    Marks later in a text mean nothing.
+    Marks in the middle of a text are ignored.
 
     Args:
         calls: the parser of calls.

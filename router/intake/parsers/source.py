@@ -1,4 +1,4 @@
-"""Source: lets a parser read an output as if it were complete, although it comes in pieces.
+"""Source: lets a parser read an output as if it were complete, although it arrives in pieces.
 
 A parser is a generator that yields parts, and yields `MORE` when it needs more text. The cuts
 between pieces do not change the result, and only text that may begin a marker is scanned twice.
@@ -84,7 +84,7 @@ class Source:
             yield MORE
 
     def comes(self, text: str) -> Steps[bool]:
-        """Return whether the next characters are exactly this text."""
+        """Return whether the next characters are exactly this text, without consuming them."""
         for length in range(1, len(text) + 1):
             if (yield from self.peek(length)) != text[:length]:
                 return False

@@ -93,7 +93,7 @@ class _Reader:
             if ended == form.end and tag == form.open:
                 yield from source.match(SPACE)
                 yield from source.consume(form.close)
-            is_next = ended in self._tags  # the model left out the end
+            is_next = ended in self._tags  # the model omitted the end mark
             tag = ended if is_next else (yield from source.until(self._tags, as_text))
 
     def _tools(self, name: str) -> dict[str, object]:
@@ -122,7 +122,7 @@ class _Reader:
         return name
 
     def _goes_on(self, source: Source) -> Steps[bool]:
-        """Return whether an argument or the end of the call is next."""
+        """Return whether an argument, or the end of the call, comes next."""
         if (yield from source.comes(self._form.key)):
             return True
         return (yield from source.comes(self._form.close))
@@ -168,7 +168,7 @@ class _Value:
         self._is_text = False
 
     def push(self, text: str) -> Part | None:
-        """Take a piece of the argument's text; return the JSON that is certain so far, or None."""
+        """Add a piece of the argument's text; return the JSON that is certain so far, or None."""
         if self._is_text:
             return CallArguments(_escaped(text))
         self._held.append(text)

@@ -65,7 +65,7 @@ def _reasoning(source: Source, close: str) -> Steps[None]:
 
 
 class ThinkFirst:
-    """Let one parser find the reasoning and another one divide the rest."""
+    """Lets one parser find the reasoning, and another parser divide the rest."""
 
     def __init__(self, reasoning: OutputParser, rest: OutputParser) -> None:
         self._reasoning = reasoning

@@ -214,7 +214,7 @@ def invariant_decodes(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Grid (NUM_KV_HEADS, num_requests, MOST): one part of a request with one new token.
+    """Attend over one part of a decode's keys. Grid (NUM_KV_HEADS, num_requests, MOST).
 
     The program that finishes a request's last part combines all parts.
     """
@@ -287,7 +287,7 @@ def invariant_prompts(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Grid (NUM_KV_HEADS, num_tiles): all parts of a tile's queries."""
+    """Attend from a tile's queries to all parts of their keys. Grid (NUM_KV_HEADS, num_tiles)."""
     kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * 3
     request, first_new, end_new = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)

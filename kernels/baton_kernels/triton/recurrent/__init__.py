@@ -1,4 +1,4 @@
-"""Kernels of token mixers with a state; a module for each op of `baton_kernels.recurrent`.
+"""Kernels of token mixers with a state; one module per op of `baton_kernels.recurrent`.
 
-Refuses to know: models, who owns a slot.
+Refuses to know: models, which request a slot belongs to.
 """

@@ -1,7 +1,7 @@
-"""Short causal convolutions of channels; they read and write each request's state.
+"""Short causal convolutions per channel, which read and write each request's state.
 
 A program computes some channels of a request. Several programs share a long request's tiles; only
-the first one reads and writes states. Refuses to know: models, who owns a slot.
+the first program reads and writes states. Refuses to know: models, which request a slot belongs to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
 CHANNELS = 128  # channels of a program
-TILE_TOKENS = 8  # prompt tokens computed at once
+TILE_TOKENS = 8  # prompt tokens of a tile, computed at once
 LARGEST_SHARE = 32  # most programs that share one request's tokens
 
 
@@ -97,7 +97,7 @@ def causal_conv_kernel(
     KERNEL: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of one request; programs take its tiles of tokens in turn."""
+    """Convolve some channels of one request; programs of a request take its token tiles in turn."""
     dtype = out_ptr.dtype.element_ty
     first_segment = tl.load(request_start_ptr + tl.program_id(0))
     end_segment = tl.load(request_start_ptr + tl.program_id(0) + 1)
@@ -134,7 +134,7 @@ def causal_conv_kernel(
         store_results(out_ptr, out_gate_ptr, out_gate_stride, token, channel, num_channels,
                       total.to(dtype).to(tl.float32), exists, SILU)  # fmt: skip
     if tl.program_id(2) == 0:
-        tl.debug_barrier()  # other threads may still read the slot to be written
+        tl.debug_barrier()  # other threads may still read the slot that is written next
         for segment in range(first_segment, end_segment):
             at = (tl.load(segment_start_ptr + segment + 1) - (KERNEL - 1) + kept).to(tl.int64)
             is_new = (at >= begin)[:, None] & is_kept

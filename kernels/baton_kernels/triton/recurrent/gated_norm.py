@@ -1,4 +1,4 @@
-"""Norm groups of a row, with a gate before or after. Refuses to know: models."""
+"""RMS norm of groups of a row, with a gate before or after. Refuses to know: models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-TILE_ELEMENTS = 2048  # elements of a program; wider groups get more threads
+TILE_ELEMENTS = 2048  # elements of a program's tile; wider groups get more threads
 
 
 def gated_rms_norm(
@@ -63,7 +63,7 @@ def gated_rms_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, num_groups, x_stride, gate_stride, size, group_size,
     weight_size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS groups per program; groups are numbered through all rows."""
+    """Normalize ROWS groups per program; groups of all rows are numbered consecutively."""
     dtype = out_ptr.dtype.element_ty
     group = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     groups_per_row = size // group_size

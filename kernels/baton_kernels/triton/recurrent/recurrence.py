@@ -1,7 +1,7 @@
 """Linear recurrences, token by token: Mamba 2's state space and the gated delta rule.
 
-A program carries some columns of one head's state in registers through a request's tokens. Columns
-are independent. Refuses to know: models, who owns a slot.
+A program keeps some columns of one head's state in registers while it computes a request's tokens.
+Columns are independent. Refuses to know: models, which request a slot belongs to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton_kernels.state_metadata import StateMetadata
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-STATE_ELEMENTS = 4096  # elements per program: 32 registers for each of 128 threads
+STATE_ELEMENTS = 4096  # state elements per program: 32 registers for each of 128 threads
 LARGEST_KEY_DIM = 512
 
 

@@ -1,9 +1,10 @@
 """The three kernels of `sampling`, over one row of logits and its noise.
 
-Floats are compared as `ordered` keys, unsigned integers with the same order, so that a limit is
-found exactly, bit by bit. Sums run in an order that depends only on the vocabulary, so a row's
-token does not depend on other rows. The noise equals that of Baton's Gumbel-max sampler: the same
-hash of key and token id. Refuses to know: the number of rows, the origin of logits.
+Floats are compared as `ordered` keys (unsigned integers in the same order), so that a filter's
+limit can be found exactly, bit by bit. Sums run in an order that depends only on the vocabulary, so
+a row's token does not depend on other rows. The noise equals that of Baton's Gumbel-max sampler:
+the same hash of key and token id. Refuses to know: the number of rows, which model computed the
+logits.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ ALL_BITS = tl.constexpr(0xFFFFFFFF)
 SHARE = tl.constexpr(2.0**-32)
 EXPONENT_BIAS = tl.constexpr(127)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Leading bits of a key that give a lower bound, too low by at most 2**-11 (relative).
+# Number of leading bits of a key that are searched: the found limit is too low by at most 2**-11
+# (relative).
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
-NO_NUMBERS = tl.constexpr(-1)  # in place of a token: the row has NaN or plus infinity
+NO_NUMBERS = tl.constexpr(-1)  # returned in place of a token if the row has NaN or plus infinity
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def ordered(x):
 
 @triton.jit
 def mixed(key0, key1, token_ids):
-    """Hash token ids under a key."""
+    """Hash token ids with a key of random words."""
     hashes = token_ids.to(tl.uint32) * SPREAD + key0
     hashes = (hashes ^ (hashes >> 16)) * FIRST_MULTIPLIER ^ key1
     hashes = (hashes ^ (hashes >> 15)) * SECOND_MULTIPLIER
@@ -81,14 +83,14 @@ def key_of_min_p(min_p, best, temperature):
 
 @triton.jit
 def first_best(scores, token_ids):
-    """Return the best score, and the first token with this score."""
+    """Return the best score and the lowest-index token with this score."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN), axis=0)
 
 
 @triton.jit
 def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
-    """Return the largest key from which on weights sum to ``target``; 0 if none does."""
+    """Return the largest key from which on weights sum to ``target``; 0: none does."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2**31, tl.uint32)
     for _ in range(NUM_BITS):
@@ -181,7 +183,7 @@ def choose_kernel(
     best = tl.max(bests, axis=0)
     total = tl.sum(totals * weigh(bests, best, tl.where(temperature > 0, temperature, 1.0)), axis=0)
     _, token = first_best(scores, tokens)
-    # One NaN makes the total NaN.
+    # One NaN logit makes the total NaN.
     is_number = (total == total) & (best < float("inf"))
     token = tl.where(token < vocab_size, token, 0)
     token = tl.where(is_number, token, NO_NUMBERS)
@@ -216,9 +218,9 @@ def gather_candidates(
     logits_ptr, maxima_ptr, groups_ptr, candidates_ptr, wanted, vocab_size, num_groups,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Collect a row's tokens from a bound on that ``wanted`` groups reach, by rising id.
+    """Collect in rising order the tokens above a bound that ``wanted`` groups reach.
 
-    Return the bound's key and the number of tokens; a number above MOST means too many.
+    Returns the bound's key and the number of tokens; a number above MOST means too many.
     """
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
@@ -251,11 +253,11 @@ def draw_candidate(
     logits_ptr, candidates_ptr, count, keys_ptr, best, total, temperature, top_k, top_p,
     least_by_min_p, bound, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Draw a candidate; return it, and whether all kept tokens are among the candidates.
+    """Draw a token among candidates; return it, and whether the candidates include all kept tokens.
 
-    A token is kept if the tokens above it weigh less than top-p of the weight that top-k keeps.
-    Equally probable tokens are kept or dropped together, but weights are summed only over those
-    that top-k counts.
+    Top-p keeps a token if the more probable tokens weigh less than top-p times the weight that
+    top-k keeps. Equally probable tokens are kept or dropped together, but only top-k tokens count
+    in the sum of weights.
     """
     slot = tl.arange(0, MOST)
     exists = slot < count
@@ -290,9 +292,9 @@ def search_kernel(
 ):  # fmt: skip
     """Choose the token of a row that `choose_kernel` left open, in several passes over its logits.
 
-    Top-p's set is never computed. The best score wins if the tokens above its token weigh little
-    enough; if not, its token and all less probable ones are dropped, and the search repeats. The
-    first try succeeds with probability top-p.
+    The set of top-p's tokens is never computed. The token with the best score wins if the more
+    probable tokens weigh less than top-p. Otherwise this token and all less probable ones are
+    dropped, and the search repeats. The first try succeeds with probability top-p.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(undecided_ptr + row) != 0:
@@ -315,7 +317,7 @@ def search_kernel(
             least = tl.maximum(least, by_top_k)
         key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-        token = tl.load(out_ptr + row).to(tl.int32)  # the token of the best score
+        token = tl.load(out_ptr + row).to(tl.int32)  # logit of the token with the best score
         key = ordered(tl.load(logits_ptr + token).to(tl.float32))
         if key < least:
             token = draw_above(logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK)
@@ -348,7 +350,7 @@ def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexp
 def draw_above(
     logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Draw the token of the best score among keys of at least ``least``; such a key must exist."""
+    """Draw a token among keys of at least ``least``; at least one such key must exist."""
     best_scores = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_tokens = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, vocab_size, BLOCK):

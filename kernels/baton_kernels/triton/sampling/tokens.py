@@ -1,6 +1,7 @@
 """Sample one token per row without a sort: top-k, top-p, min-p and seeded Gumbel-max noise.
 
-Three launches, whatever the parameters, and no result is read back: a CUDA graph can hold them.
+There are always three launches, and the host reads no result, so a CUDA graph can hold the
+launches.
 
     partials   reads every token: best score, total weight, best logit of each group of tokens
     choose     completes rows without filters; for others, reads the few groups that matter
@@ -23,11 +24,11 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel, search_kernel
 
-# Tokens of a part (for one program), and of a group (whose logits are read or skipped together).
+# Tokens of a part (one program's), and of a group (whose logits are read or skipped together).
 PART, GROUP = 2048, 64
-# Candidates that `choose` can hold, and its k for top-p without top-k.
+# Most candidates that `choose` can hold, and the k that `choose` uses for top-p without top-k.
 MOST, DEFAULT_K = 1024, 256
-TILE = 16  # groups read at once
+TILE = 16  # groups of logits read at once
 SEARCH_BLOCK = 4096  # 8192 would spill registers for bfloat16
 
 

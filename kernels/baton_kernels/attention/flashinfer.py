@@ -1,0 +1,144 @@
+"""Paged attention with FlashInfer, which takes our KV cache as it lies ("HND" pages).
+
+The library plans on the host and keeps a plan in a wrapper object, so layers with unlike options
+(windows, caps, scales, numbers of heads) have wrappers of their own. The arguments are those of
+FlashInfer 0.2 and newer (https://docs.flashinfer.ai/api/attention.html).
+
+Refuses to know: models, schedulers, CUDA graphs (plans come from the host).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
+
+# FlashInfer merges splits of keys in this memory; its documentation uses 128 MiB.
+WORKSPACE_BYTES = 256 * 2**20
+HEAD_SIZES = (64, 128, 256)  # sizes that its released kernels have
+
+
+def is_installed() -> bool:
+    """Return whether FlashInfer can be imported."""
+    return find_spec("flashinfer") is not None
+
+
+def reason_against_head(head_dim: int) -> str | None:
+    """Return why FlashInfer cannot compute heads of this size, as a phrase; None: it can."""
+    if head_dim in HEAD_SIZES:
+        return None
+    return f"heads must have {', '.join(map(str, HEAD_SIZES))} numbers, got {head_dim}"
+
+
+class _Alike(NamedTuple):
+    """Properties that all layers of one plan share."""
+
+    is_decode: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    options: AttentionOptions
+    dtype: torch.dtype
+
+
+class FlashInferAttention:
+    """``AttentionBackend`` over FlashInfer's wrappers for decodes and for prompts.
+
+    Takes only float16 and bfloat16, like the library.
+    """
+
+    def __init__(self) -> None:
+        self._library: Any = import_module("flashinfer")
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._wrappers: dict[_Alike, Any] = {}
+        self._planned: set[_Alike] = set()  # plans of this step
+        self._num_rows = 0  # first row of padding
+
+    @staticmethod
+    def reason_against_fp8(device: torch.device) -> str | None:
+        """Return the reason: our scales of keys are folded into the queries' scale only."""
+        return "it takes a cache of the model's dtype only"
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on layers."""
+        self._planned.clear()
+        self._num_rows = sum(metadata.query_lens)
+
+    def run(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Implement ``AttentionBackend.run``; latents and sinks are not supported."""
+        assert options.value_dim is None, "values are as long as keys"
+        assert options.sinks is None, "refused when the backend is chosen"
+        if not self._num_rows:
+            return torch.zeros_like(query)
+        _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+        alike = _Alike(
+            max(metadata.query_lens) == 1, query.shape[1], num_kv_heads, head_dim, block_size,
+            options, query.dtype,
+        )  # fmt: skip
+        wrapper = self._wrapper(alike, query.device)
+        if alike not in self._planned:
+            _plan(wrapper, alike, metadata)
+            self._planned.add(alike)
+        found: Tensor = wrapper.run(query[: self._num_rows], kv_cache)
+        if self._num_rows == len(query):
+            return found
+        return torch.cat((found, found.new_zeros(len(query) - self._num_rows, *found.shape[1:])))
+
+    def _wrapper(self, alike: _Alike, device: torch.device) -> Any:
+        wrapper = self._wrappers.get(alike)
+        if wrapper is None:
+            if self._workspace.device != device or not len(self._workspace):
+                # Not an inference tensor, as a later caller may be outside inference_mode.
+                with torch.inference_mode(mode=False):
+                    self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            name = "Decode" if alike.is_decode else "Prefill"
+            make = getattr(self._library, f"Batch{name}WithPagedKVCacheWrapper")
+            self._wrappers[alike] = wrapper = make(self._workspace, "HND")
+        return wrapper
+
+
+def _plan(wrapper: Any, alike: _Alike, metadata: AttentionMetadata) -> None:
+    """Hand the step's requests to a wrapper; requests without new tokens are left out."""
+    size = alike.block_size
+    requests = [i for i, query_len in enumerate(metadata.query_lens) if query_len]
+    blocks = [-(-metadata.seq_lens_host[i] // size) for i in requests]
+    # Host tensors: the library reads starts and last lengths on the host.
+    pairs = list(zip(requests, blocks, strict=True))
+    last_lens = [metadata.seq_lens_host[i] - (n - 1) * size for i, n in pairs]
+    indices = torch.cat([metadata.block_table[i, :n] for i, n in pairs])
+    pages = (_starts(blocks), indices, _host_ints(last_lens))
+    sizes = (alike.num_heads, alike.num_kv_heads, alike.head_dim, size)
+    window, soft_cap = alike.options.sliding_window, alike.options.soft_cap
+    shared = {
+        "sm_scale": alike.options.scale,
+        "window_left": -1 if window is None else window - 1,
+        "logits_soft_cap": soft_cap,
+        "q_data_type": alike.dtype,
+        "kv_data_type": alike.dtype,
+    }
+    if alike.is_decode:
+        wrapper.plan(*pages, *sizes, **shared)
+    else:
+        query_starts = _starts([metadata.query_lens[i] for i in requests])
+        wrapper.plan(query_starts, *pages, *sizes, causal=True, **shared)
+
+
+def _starts(lens: list[int]) -> Tensor:
+    """Return where each part of these lengths begins, and the end: ``[len(lens) + 1]`` int32."""
+    return torch.tensor([0, *lens], device="cpu").cumsum(0).to(torch.int32)
+
+
+def _host_ints(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")

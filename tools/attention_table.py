@@ -1,0 +1,56 @@
+"""Write the table that decides whether a library computes prompts, from the GPU suite's results.
+
+    python -m tools.attention_table [RESULTS]
+
+RESULTS is a file that `python -m benchmarks gpu_suite --save` wrote; by default the newest one.
+Rows of other GPUs stay in the table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from baton_kernels.attention.measured import TABLE, MeasuredStep, read_table
+
+RESULTS = Path("benchmarks/results/gpu_suite.json")
+STEP = re.compile(r"step: (\d+)/(\d+) x (\d+), (\d+) of (\d+)")
+TIME = re.compile(r"(?:^|, )(\w+) ([\d.]+)(?=,|$)")
+
+
+def steps_in(document: dict[str, object]) -> list[MeasuredStep]:
+    """Return the steps of a result of the GPU suite; none if it has no part "attention"."""
+    environment, parts = document["environment"], document["parts"]
+    assert isinstance(environment, dict)
+    assert isinstance(parts, dict)
+    steps: list[MeasuredStep] = []
+    for key, text in parts.get("attention", {}).items():
+        found = STEP.fullmatch(key)
+        if found is None:
+            continue
+        heads, kv_heads, head_dim, new_tokens, seq_len = map(int, found.groups())
+        us = {name: float(number) for name, number in TIME.findall(text)}
+        steps.append(
+            MeasuredStep(environment["gpu"], head_dim, heads // kv_heads, new_tokens, seq_len, us)
+        )
+    return steps
+
+
+def main(path: Path = RESULTS) -> int:
+    steps = steps_in(json.loads(path.read_text(encoding="utf-8")))
+    if not steps:
+        print(f"{path} has no attention steps", file=sys.stderr)
+        return 1
+    gpus = {step.gpu for step in steps}
+    kept = [step for step in read_table() if step.gpu not in gpus]
+    rows = sorted([*steps, *kept], key=lambda step: step[:5])  # without the times
+    text = json.dumps([step._asdict() for step in rows], indent=1)
+    TABLE.write_text(text + "\n", encoding="utf-8")
+    print(f"{TABLE}: {len(rows)} steps of {len({step.gpu for step in rows})} GPUs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:2])))
