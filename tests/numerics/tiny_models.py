@@ -94,8 +94,6 @@ def fill_small_weights(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.2, 1.5)
-        if name.endswith("mm_input_projection_weight"):  # 0 in transformers
-            torch.nn.init.normal_(parameter, std=0.5)
         if name.endswith("linear_attn.A_log"):  # or nothing is kept for longer than a token
             torch.nn.init.uniform_(parameter, -4.0, -1.0)
     for name, buffer in model.named_buffers():

@@ -297,6 +297,9 @@ def make_vision_checkpoint(architecture: str, folder: Path) -> VisionCheckpoint:
     )
     theirs = model_class(config).eval()
     fill_small_weights(theirs)
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter_name.endswith("mm_input_projection_weight"):  # 0 in transformers
+            torch.nn.init.normal_(parameter, std=0.5)
     save(theirs, folder)
     tokenizer.save_pretrained(folder)
     name, settings = family.images
