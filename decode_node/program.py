@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from baton.link.words import NodeEvent, NodeRole
+from baton.link.words import DecodeCommand, NodeEvent, NodeRole
 from baton.text.grammar_trials import EarlyGrammars
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
 from decode_node.spans import DecodeTraces
 from kvconnector.ends import Receiver
+from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 
@@ -34,7 +35,7 @@ def make_program(
             parts.emit,
             options.decode,
             traces=DecodeTraces(parts.spans, time.monotonic),
-            adapters=parts.adapters,
+            inbox=Inbox(DecodeCommand, parts.engine, adapters=parts.adapters),
         )
         return node, receiver
 

@@ -337,8 +337,8 @@ class Reservations:
         self._outcomes[outcome] += 1
         reservation.state = ReservationState.QUARANTINED
         if reservation.block_ids:
-            reservation.block_ids = self._engine.keep_received(
-                key[0], reservation.num_received_tokens
+            reservation.block_ids = self._engine.kv_cache_manager.keep_received(
+                reservation.request, reservation.num_received_tokens
             )
         # A `Start` that arrives later finds the request in `_ended`.
         if reservation.start_is_received and not quiet:

@@ -19,6 +19,7 @@ from engine.core.scheduler import Scheduler
 from engine.engine import Engine
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor
+from engine.features import Features
 from engine.images.image_inputs import ImageInputs
 from engine.images.pixel_maker import PixelMaker
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -89,11 +90,12 @@ def make_engine(
         keeps_images_whole=bool(model.whole_image_layers),
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
-    images = ImageInputs()
+    images = None
     if layout is not None and model.vision is not None:
         compatibility["images"] = "on"  # positions of later tokens may depend on images
         images = _image_inputs(model_folder, layout, config, model)
-    return Engine(executor, scheduler, compiler, speculation, compatibility, images)
+    features = Features(scheduler, compiler, images, speculation)
+    return Engine(executor, scheduler, features, compatibility)
 
 
 def _image_inputs(

@@ -1,4 +1,4 @@
-"""The messages, events and metrics that nodes exchange with their KV connector.
+"""The messages, events, limits and metrics that nodes exchange with their KV connector.
 
 Knows blocks and peers, but no Request, scheduler or gRPC. The protocol (start, grant, push, commit)
 is written once, in `protocol/`, for all transports (`transports/base.py`).
@@ -7,7 +7,7 @@ is written once, in `protocol/`, for all transports (`transports/base.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated
 
@@ -177,3 +177,42 @@ class ConnectorMetrics:
     posting_s: float = 0.0
     wrong_blocks: int = 0
     refused_messages: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PushTotals:
+    """Counts of all blocks, bytes and ranges that one sender has posted, for the metrics."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+    num_descriptors: int = 0
+    posting_s: float = 0.0
+
+    def add_to(self, metrics: ConnectorMetrics) -> ConnectorMetrics:
+        return replace(
+            metrics,
+            sent_bytes=self.num_bytes,
+            sent_blocks=self.num_blocks,
+            descriptors=self.num_descriptors,
+            posting_s=self.posting_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Portions:
+    """Limits of posted bytes for one kind of memory (host or GPU).
+
+    Attributes:
+        write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
+        in_flight_bytes: most bytes in flight to one peer. The I/O thread refills this budget once
+            per round, so it limits a path's bandwidth.
+    """
+
+    write_bytes: int
+    in_flight_bytes: int
+
+
+# A round takes about 0.2 ms, so these limits allow 160 GB/s from host memory, and 1.3 TB/s from
+# GPUs over NVLink.
+HOST_PORTIONS = Portions(write_bytes=8 * 2**20, in_flight_bytes=32 * 2**20)
+DEVICE_PORTIONS = Portions(write_bytes=32 * 2**20, in_flight_bytes=256 * 2**20)

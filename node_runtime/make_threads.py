@@ -15,7 +15,7 @@ from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.transports.base import KVTransport
 from kvconnector.transports.fault_file import faults_of
 from kvconnector.transports.faults import FaultSpec
-from node_runtime.adapter_queue import AdapterQueue
+from node_runtime.adapters.adapter_queue import AdapterQueue
 from node_runtime.node_engine import load_adapters, load_engine
 from node_runtime.node_transport import open_transport
 from node_runtime.option_checks import source_of

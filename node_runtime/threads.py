@@ -32,10 +32,10 @@ from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
 from engine.engine_loop import EngineLoop
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
-from node_runtime.collector import NodeCollector
-from node_runtime.kv_event_feed import KVEventFeed
-from node_runtime.node_adapters import NodeAdapters
+from node_runtime.adapters.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
+from node_runtime.reports.collector import NodeCollector
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class NodeThreads:
         if loaded.weights is not None:
             changing = loaded.weights, self._loop.ask, weights_root, self._rename
             self.weights = NodeWeights(loaded.engine, *changing)
-        loaded.engine.wake_with(self._loop.wake)
+        loaded.engine.features.wake_with(self._loop.wake)
         self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 

@@ -32,10 +32,9 @@ from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
-from node_runtime.adapter_queue import AdapterQueue
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
 from prefill_node.spans import PrefillTraces
@@ -64,8 +63,7 @@ class PrefillNode:
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: adapters are not read
-            from files.
+        inbox: queue of commands; None: one that reads no files of adapters.
     """
 
     def __init__(
@@ -76,15 +74,15 @@ class PrefillNode:
         push_mode: PushMode = PushMode.LAYERS,
         clock: Callable[[], float] = time.monotonic,
         traces: PrefillTraces | None = None,
-        adapters: AdapterQueue | None = None,
+        inbox: Inbox[PrefillCommand] | None = None,
     ) -> None:
         self.engine = engine
-        self._adapters = adapters or AdapterQueue(engine, clock=clock)
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
         self._traces = PrefillTraces(None, clock) if traces is None else traces
-        self._inbox, self._outbox = Inbox(PrefillCommand, clock, self._adapters), Outbox(emit)
+        self._inbox = inbox or Inbox(PrefillCommand, engine, clock)
+        self._outbox = Outbox(emit)
         self._jobs: dict[str, _Job] = {}
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
@@ -115,7 +113,7 @@ class PrefillNode:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
         num_running = sum(request.num_computed_tokens > 0 for request in requests)
-        num_held = self._adapters.num_waiting
+        num_held = self._inbox.num_waiting
         return NodeBeat(
             num_waiting=len(requests) - num_running + num_held,
             num_running=num_running,
@@ -124,7 +122,7 @@ class PrefillNode:
             num_transfers=self.push_tracker.num_transfers,
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
-            adapter_load_s=self._adapters.load_s,
+            adapter_load_s=self._inbox.adapter_load_s,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests

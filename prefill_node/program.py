@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from baton.link.words import NodeEvent, NodeRole
+from baton.link.words import NodeEvent, NodeRole, PrefillCommand
 from baton.text.grammar_trials import EarlyGrammars
 from kvconnector.ends import Sender
+from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 from prefill_node.node import PrefillNode
@@ -34,7 +35,7 @@ def make_program(
             parts.emit,
             options.push,
             traces=PrefillTraces(parts.spans, time.monotonic),
-            adapters=parts.adapters,
+            inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
         )
         return node, sender
 

@@ -176,6 +176,14 @@ class EngineCounters:
     encoder_s: float = 0.0
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
+    def note_start(self, request: Request) -> None:
+        """Count a request that begins to run."""
+        self.started[sign_of(request.priority)] += 1
+
+    def note_preemption(self, request: Request) -> None:
+        """Count a preempted request."""
+        self.preempted[sign_of(request.priority)] += 1
+
     def note_step(self, num_tokens: int) -> None:
         """Count a step that computed ``num_tokens`` tokens."""
         self.step_tokens += num_tokens

@@ -216,6 +216,10 @@ class Request:
         """Return the token range of each image in the prompt, in order."""
         return () if self.images is None else self.images.spans
 
+    def can_compute_from(self, num_cached_tokens: int) -> bool:
+        """Return whether this engine can compute the tokens after a cached prefix."""
+        return self.images is None or self.images.may_compute_from(num_cached_tokens)
+
     @property
     def awaits_pixels(self) -> bool:
         """Return whether the request has images whose pixel values are not made yet."""

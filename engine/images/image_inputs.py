@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from engine.core.images.prompt_images import PromptImages
+from engine.core.outputs import ModelRunnerOutput
 from engine.core.scheduler import Scheduler
 from engine.images.pixel_maker import PixelMaker
 
@@ -50,9 +51,12 @@ class ImageInputs:
         return self._pixels is not None and self._pixels.is_busy
 
     def of_prompt(
-        self, images: Sequence[PromptImage], token_ids: Sequence[int]
+        self, images: Sequence[PromptImage], token_ids: Sequence[int], *, need_files: bool = False
     ) -> PromptImages | None:
         """Check a future request's images and return them; None: the prompt has none.
+
+        Args:
+            need_files: whether images without files are refused, as they are encoded here.
 
         Raises InvalidRequestError.
         """
@@ -62,6 +66,8 @@ class ImageInputs:
             raise InvalidRequestError("images", _NO_IMAGES)
         placeholder = self.layout.placeholder_token_id
         found = PromptImages(images, token_ids, placeholder, self._most_tokens)
+        if need_files and not found.files:
+            raise InvalidRequestError("images", "came without files to the node that encodes them")
         if self._most_in_a_step is not None and found.files:
             _check_steps(found.spans, self._most_in_a_step)
         return found
@@ -85,10 +91,15 @@ class ImageInputs:
         if self._pixels is None:
             return
         for images, error in self._pixels.take_ready():
-            scheduler.set_pixels(images, error)
+            set_pixels(scheduler, images, error)
         wanted, scheduler.images.wanted = scheduler.images.wanted, []
         for images in wanted:
             self._pixels.submit(images)
+
+    def note_step(self, output: ModelRunnerOutput, scheduler: Scheduler) -> None:
+        """Count a step's encoding, and end requests whose images could not be encoded."""
+        scheduler.counters.encoder_s += output.encoding_s
+        fail_images(scheduler, output.failed_images)
 
     def wait(self) -> None:
         """Wait until some request's images may have been decoded."""
@@ -113,3 +124,26 @@ def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:
             limit = "max_num_batched_tokens - max_num_requests + 1"
             problem = f"has {span.num_tokens} tokens, of which a step fits at most {most} ({limit})"
             raise InvalidRequestError(f"images[{index}]", problem)
+
+
+def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | None = None) -> None:
+    """Let the requests that wait for pixel values go on, or end them with an error."""
+    for request in list(scheduler.requests.values()):
+        if request.images is not images:
+            continue
+        if error is not None:
+            scheduler.fail(request, error)
+        else:
+            scheduler.resume(request)
+
+
+def fail_images(scheduler: Scheduler, failed: Mapping[bytes, str]) -> None:
+    """End the requests that need images that could not be encoded.
+
+    Call this before `Scheduler.update`, which then keeps nothing of their step.
+
+    Args:
+        failed: digests, and why.
+    """
+    for request, error in scheduler.images.failures(failed, list(scheduler.requests.values())):
+        scheduler.fail(request, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -116,11 +117,14 @@ class InputBatch:
     def fill(self, plan: StepPlan) -> PreparedStep:
         """Write a step into the buffers; return views of the buffers on the device."""
         self._read(plan)
-        kept = self._fill_again(plan)
-        return kept or self._fill(StepColumns(plan, self._max_decode_rows), plan.images)
+        filled = self._fill_again(plan)
+        filled = filled or self._fill(StepColumns(plan, self._max_decode_rows), plan.images)
+        return filled if plan.images is None else replace(filled, images=plan.images)
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
         """Stage a step for a graph replay if possible; otherwise, call `fill`."""
+        if plan.images is not None:
+            return self.fill(plan)
         self._read(plan)
         columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:

@@ -18,6 +18,7 @@ from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs, captured_sizes
 from engine.worker.device_choice import BackendNames
 from engine.worker.drafting.base import Drafting
+from engine.worker.extras.step_extras import StepExtras
 from engine.worker.forward import Forward
 from engine.worker.graph_inputs import GraphInputs
 from engine.worker.input_batch import InputBatch
@@ -95,6 +96,13 @@ def make_model_runner(
         chunk_graphs = Replays(partial(ChunkGraphs, context, chunk_inputs), chunk_inputs.sizes)
     if samples_on_device is None:
         samples_on_device = device.type == "cuda" and find_spec("triton") is not None
+    extras = StepExtras(
+        loaded.model,
+        device,
+        is_last_stage=loaded.ranks.is_last_stage,
+        drafting=drafting,
+        replays=lambda: bool(decode_graphs.graphs or chunk_graphs.graphs),
+    )
     return ModelRunner(
         Forward(context, decode_graphs, chunk_graphs),
         InputBatch(
@@ -111,9 +119,9 @@ def make_model_runner(
             whole_image_groups=_whole_image_groups(loaded),
         ),
         StepSampler(samples_on_device, rejects),
+        extras,
         ranks=loaded.ranks,
         sends_tokens=sends_tokens,
-        drafting=drafting,
     )
 
 

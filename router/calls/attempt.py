@@ -19,7 +19,6 @@ from baton.link.words import (
 )
 from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
-from router.fleet.load.forecast import PrefillForecast
 from router.fleet.node import LegDelta, LegWork, Node
 
 # Seconds after the router's deadline at which nodes end a request themselves, in case the router
@@ -40,7 +39,6 @@ class Attempt:
 
     Attributes:
         prefill_receipt: receipt of the prefill node; None before its first token.
-        forecast: expected times of the prompt on the node that computes it; None: not known.
         decoded: whether tokens of the decode node were forwarded.
         began: whether the first token was forwarded.
         began_at: when the first token was forwarded, by `time.perf_counter`; 0 before.
@@ -60,7 +58,6 @@ class Attempt:
         self.decode = decode
         self.epoch = terms.epoch
         self.prefill_receipt: PrefillReceipt | None = None
-        self.forecast: PrefillForecast | None = None
         self.decoded = False
         self._request_id = call.scoped_id
         self._buffer = buffer
@@ -113,13 +110,13 @@ class Attempt:
                 timeout_s=terms.timeout_s,
                 arrives_s=arrives_s,
             )
-            self.forecast = self.decode.open_leg(self._request_id, self.epoch, self, work)
+            self.decode.open_leg(self._request_id, self.epoch, self, work)
             peer = self.prefill.engine_id if self.prefill else ""
             images = without_files(call.images) if self.prefill else call.images
             self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **for_both))
         if self.prefill is not None:
             work = LegWork(num_tokens=num_uncomputed, num_uncomputed=num_uncomputed)
-            self.forecast = self.prefill.open_leg(self._request_id, self.epoch, self, work)
+            self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
             self.prefill.send(
                 PrefillCommand(

@@ -190,7 +190,9 @@ class OpenCall:
             adapter_source=pool.adapters.source_of(call.terms.adapter),
         )
         self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms)
-        self._placer.decisions.note_forecast(call.scoped_id, self._attempt.forecast)
+        computes = decode if prefill is None else prefill
+        forecast = computes.forecast_of(terms.epoch)
+        self._placer.decisions.note_forecast(call.scoped_id, forecast)
         return self._attempt
 
     async def _wait_for_placement(self, failure: str) -> Placement:

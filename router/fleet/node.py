@@ -236,14 +236,8 @@ class Node:
         if len(some) == LEGS_AT_ONCE:
             asyncio.get_running_loop().call_soon(self._fail_some, deltas, node_lost)
 
-    def open_leg(
-        self, request_id: str, epoch: int, reader: LegReader, work: LegWork
-    ) -> PrefillForecast | None:
-        """Register an attempt whose deltas go to ``reader``.
-
-        Returns:
-            The forecast of the prompt's times if the prompt is computed here, else None.
-        """
+    def open_leg(self, request_id: str, epoch: int, reader: LegReader, work: LegWork) -> None:
+        """Register an attempt whose deltas go to ``reader``."""
         load, promise = self.load, None
         if work.max_tokens:
             num_steps, now = min(work.max_tokens, load.shared.long_output_tokens), self.clock()
@@ -256,7 +250,11 @@ class Node:
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))
-        return account.forecast
+
+    def forecast_of(self, epoch: int) -> PrefillForecast | None:
+        """Return the expected times of a leg's prompt; None: it is not computed here, or begun."""
+        leg = self.legs.get(epoch)
+        return None if leg is None else leg.account.forecast
 
     def relieve_leg(self, epoch: int) -> None:
         """Take a leg's tokens off the load although deltas may still come."""

@@ -122,7 +122,7 @@ class PromptReader:
 
     Attributes:
         is_starting: whether the worker processes were started and are not ready yet.
-        images: see the arguments.
+        tokenizer, images: see the arguments.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PromptReader:
         self.images = images
         self._may_encode = may_encode
         self.is_starting = False
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._admission = admission
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -314,7 +314,7 @@ class PromptReader:
 
         Raises InvalidRequestError for unknown ids, too many ids, or a checkpoint without tokenizer.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError("tokens", "this checkpoint has no tokenizer.json")
         max_model_len = self._max_model_len()
         if len(token_ids) > max_model_len:
@@ -322,7 +322,7 @@ class PromptReader:
                 "tokens", f"must have at most {max_model_len}, got {len(token_ids)}"
             )
         check_token_ids("tokens", token_ids, self._vocab_size)
-        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
         texts = []
         for start in range(0, len(token_ids), _DECODED_AT_ONCE):
             texts.append(detokenizer.push(token_ids[start : start + _DECODED_AT_ONCE]))

@@ -224,7 +224,7 @@ def test_chats_are_tokenized_as_by_the_processor(checkpoint: VisionCheckpoint) -
     assert isinstance(prompt, dict)
     token_ids = prompt["prompt"]
     assert isinstance(token_ids, list)
-    found, _ = with_images(token_ids, prompt["images"], llm.engine.images.layout)
+    found, _ = with_images(token_ids, prompt["images"], llm.engine.features.images.layout)
     text = f"user:a\n{checkpoint.expanded_text(image(1))}\nbassistant:"
     assert found == checkpoint.tokenizer(text, add_special_tokens=False).input_ids
 

@@ -19,6 +19,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.images.image_inputs import fail_images, set_pixels
 from tests.fakes.engine.engine_parts import ContentRunner, make_request
 from tests.property.num_examples import num_examples
 
@@ -148,7 +149,7 @@ class ImagesMachine(RuleBasedStateMachine):
         assert images is not None
         self.scheduler.images.wanted = []
         images.pixels = {span.digest: ImagePixels(()) for span in images.spans}
-        self.scheduler.set_pixels(images)
+        set_pixels(self.scheduler, images)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -202,7 +203,7 @@ class ImagesMachine(RuleBasedStateMachine):
 
     def end_step(self) -> None:
         flight = self.in_flight.pop(0)
-        self.scheduler.fail_images(flight.output.failed_images)
+        fail_images(self.scheduler, flight.output.failed_images)
         failed = {request_id for request_id, _ in self.scheduler.failures}
         self.scheduler.failures.clear()
         result = self.scheduler.update(flight.scheduled, flight.output)

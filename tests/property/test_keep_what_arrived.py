@@ -23,7 +23,7 @@ def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
     request = Request.create(
         "probe", prompt, PARAMS, seed=0, eos_token_ids=frozenset(), max_model_len=28
     )
-    return cluster.d.engine.find_initial_prefix(request)[0]
+    return cluster.d.engine.kv_cache_manager.find_initial_prefix(request)[0]
 
 
 def watermarks(cluster: Cluster) -> list[int]:

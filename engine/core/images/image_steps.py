@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan
@@ -27,6 +28,7 @@ from engine.core.images.prompt_images import PromptImages
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
+from engine.core.step_plan import StepPlan
 
 
 class ImageSteps:
@@ -74,33 +76,32 @@ class ImageSteps:
     # ------------------------------------------------------------------ requests
 
     def register(self, request: Request) -> None:
-        """Register a new request with images."""
-        assert request.images is not None
-        self._num_open += 1
-        request.images.add_user(request.request_id)
+        """Register a new request; ignore one without images."""
+        if request.images is not None:
+            self._num_open += 1
+            request.images.add_user(request.request_id)
 
     def leave_batch(self, request: Request) -> None:
         """Release the encodings of a preempted or ending request."""
         self.cache.release_all(request.request_id)
 
     def unregister(self, request: Request) -> None:
-        """Unregister an ended request with images."""
-        assert request.images is not None
-        self._num_open -= 1
-        request.images.remove_user(request.request_id)
+        """Unregister an ended request; ignore one without images."""
+        if request.images is not None:
+            self._num_open -= 1
+            request.images.remove_user(request.request_id)
 
     def start_again(self, request: Request) -> None:
         """Request the pixel values of a preempted request again, if they were dropped."""
-        assert request.images is not None
-        request.images.add_user(request.request_id)
-        if request.images.awaits_pixels:
-            self.wanted.append(request.images)
+        if request.images is not None:
+            request.images.add_user(request.request_id)
+            if request.images.awaits_pixels:
+                self.wanted.append(request.images)
 
     def note_computed(self, request: Request) -> None:
         """Drop pixel values that no open request needs; call when prompt tokens are computed."""
         images = request.images
-        assert images is not None
-        if request.num_computed_tokens >= images.end:
+        if images is not None and request.num_computed_tokens >= images.end:
             images.remove_user(request.request_id)
 
     def forget_all(self) -> None:
@@ -114,6 +115,8 @@ class ImageSteps:
 
     def begin_step(self) -> None:
         """Begin to schedule a step; release the encodings that earlier steps have used."""
+        if not self.is_active:
+            return
         for digest, holder in self._computed:
             self.cache.release(digest, holder)
         self._computed.clear()
@@ -175,6 +178,10 @@ class ImageSteps:
             holder = (request.request_id, span.first)
             if not self.cache.hold(span.digest, holder):  # the prompt has the image twice
                 self._encode_image(images, index, holder)
+
+    def add_to(self, plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
+        """Return a step's plan with what the step does with images; call once per step."""
+        return replace(plan, images=self.plan(scheduled)) if self.is_active else plan
 
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepImages | None:
         """Return what the planned step does with images, or None if nothing.

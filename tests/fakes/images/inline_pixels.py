@@ -59,5 +59,5 @@ class InlinePixels(PixelMaker):
 
 def decode_inline(engine: Engine, preprocessor: Preprocessor) -> None:
     """Let an engine's images be decoded in this process."""
-    assert engine.images.are_taken
-    engine.images._pixels = InlinePixels(preprocessor.pixels)
+    assert engine.features.images.are_taken
+    engine.features.images._pixels = InlinePixels(preprocessor.pixels)

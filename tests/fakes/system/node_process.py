@@ -35,7 +35,7 @@ from baton.link.words import (
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
 from engine.executors.uniproc import SubmittedStep
-from node_runtime.kv_event_feed import KVEventFeed
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool

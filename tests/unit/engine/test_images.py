@@ -13,6 +13,7 @@ from baton.api.sampling_params import SamplingParams
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.images.image_inputs import set_pixels
 from tests.fakes.engine.demo_engine import load_demo
 from tests.fakes.images.fake_images import (
     FakeEncoder,
@@ -88,7 +89,7 @@ def make_wanted(engine: Engine) -> None:
     while wanted:
         images = wanted.pop()
         images.pixels = {digest: pixels_of(data) for digest, data in images.files.items()}
-        engine._scheduler.set_pixels(images)
+        set_pixels(engine._scheduler, images)
 
 
 def expected(parts: Sequence[Sequence[int] | bytes]) -> list[int]:
@@ -148,7 +149,7 @@ def test_encodings_leave_for_others_and_are_made_again() -> None:
     outputs = run(engine, *(request_of(str(i), prompt) for i, prompt in enumerate(prompts)))
     assert list(outputs.values()) == [expected(prompt) for prompt in prompts]
     assert encoder.num_encoded >= 4
-    assert len(worker_of(engine.executor).runner.encodings) == 1
+    assert len(worker_of(engine.executor).runner.extras.encodings) == 1
     engine.close()
 
 
@@ -190,7 +191,7 @@ def test_an_encoding_without_numbers_ends_its_requests_alone(engine: Engine) -> 
     assert set(failures) == {"a", "c"}
     assert str(failures["a"]) == "images[0]: its encoding has NaN or infinite numbers"
     assert outputs["b"] == expected(PROMPT)
-    assert len(worker_of(engine.executor).runner.encodings) == 2
+    assert len(worker_of(engine.executor).runner.extras.encodings) == 2
 
 
 def test_an_encoder_that_raises_ends_its_request_alone(engine: Engine) -> None:
@@ -207,7 +208,7 @@ def test_other_weights_encode_images_again(engine: Engine) -> None:
     encoder = encoder_of(engine)
     run(engine, request_of("a", PROMPT))
     engine.rename_cache({**engine.compatibility, "weights": "new"})
-    worker_of(engine.executor).runner.encodings._kept.clear()  # a new runner has none
+    worker_of(engine.executor).runner.extras.encodings._kept.clear()  # a new runner has none
     assert run(engine, request_of("b", PROMPT))["b"] == expected(PROMPT)
     assert encoder.num_encoded == 4
 
@@ -215,7 +216,7 @@ def test_other_weights_encode_images_again(engine: Engine) -> None:
 def test_a_missing_encoding_ends_its_request(engine: Engine) -> None:
     encoder_of(engine)
     run(engine, request_of("a", [A, range(5)]))
-    worker_of(engine.executor).runner.encodings._kept.clear()
+    worker_of(engine.executor).runner.extras.encodings._kept.clear()
     assert run(engine, request_of("b", [range(5), A]))["b"] == []
     ((_, error),) = engine.take_failures()
     assert str(error) == "images[0]: its encoding is missing"
@@ -228,7 +229,9 @@ def test_a_request_without_files_is_handed_back_if_its_cached_images_leave(engin
     request = request_of("b", PROMPT)
     assert request.images is not None
     request.images.files, request.images.pixels = {}, None
-    assert request.images.may_compute_from(engine.num_usable_cached_tokens(request))
+    assert request.images.may_compute_from(
+        engine.kv_cache_manager.num_usable_cached_tokens(request)
+    )
     num_free = engine.block_pool.num_free
     engine.add_request(request)
     engine.block_pool.reset_prefix_cache()
