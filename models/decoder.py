@@ -362,8 +362,9 @@ class DecoderForCausalLM(Computing):
             ConfigError: there are more ranks than heads, or stages than layers.
         """
         self._group = group = ranks.group
-        if not ranks.is_first_stage:
+        if not ranks.is_first_stage and self.vision is not None:
             self.vision = None
+            self._ignored += (VISION,)
         vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
         is_tied = self.lm_head is None
         needs_embedding = ranks.is_first_stage or (ranks.is_last_stage and is_tied)

@@ -63,6 +63,8 @@ class Scheduler:
         max_num_encoder_input_tokens: most tokens of the images that one step encodes.
         num_stages: pipeline stages, and so most steps in flight. With several, running requests
             are divided into as many micro-batches (ADR 0107).
+        keeps_images_whole: whether one step computes all tokens of an image, as these see each
+            other.
 
     Attributes:
         num_stages: the argument, unchanged.
@@ -92,6 +94,7 @@ class Scheduler:
         encoder_cache_tokens: int = 0,
         max_num_encoder_input_tokens: int = 0,
         num_stages: int = 1,
+        keeps_images_whole: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.num_stages = num_stages
@@ -120,7 +123,12 @@ class Scheduler:
             policy=drafting,
         )
         self.grammars = GrammarSteps(masks)
-        self.images = ImageSteps(encoder_cache_tokens, max_num_encoder_input_tokens, self.counters)
+        self.images = ImageSteps(
+            encoder_cache_tokens,
+            max_num_encoder_input_tokens,
+            self.counters,
+            keeps_whole=keeps_images_whole,
+        )
         self._num_steps_in_flight = 0
         self._num_adapted = 0  # open requests with an adapter
 
@@ -575,10 +583,10 @@ class Scheduler:
         if missing == 1:
             if self._num_decodes_left <= 0:  # left for the next micro-batch
                 return 0
-            return 1 if request.images is None else self.images.limit(request, 1)
+            return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left
         size = min(missing, budget, self._long_prefill_token_threshold, left)
-        size = self.images.limit(request, size)
+        size = self.images.limit(request, size, min(missing, budget))
         if size == 1:  # `_add` does not count single tokens, as most of them are decodes
             self._num_prefill_tokens_left -= 1
         return size

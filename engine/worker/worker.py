@@ -34,6 +34,7 @@ from engine.worker.device_choice import (
     describe_weights,
     has_bfloat16,
     make_current,
+    without_images_if_needed,
 )
 from engine.worker.drafting.make_drafting import (
     AnyDrafter,
@@ -112,6 +113,7 @@ class Worker:
         described = ModelConfig.from_folder(model_folder)
         self.dtype = choose_dtype(config.dtype, device, described, has_bfloat16(config))
         check_batch_invariant(config, device, described)
+        self.config = config = without_images_if_needed(config, device, described)
         if device.type == "cpu":
             check_memory(model_folder, config, dtype_name(self.dtype), read_host_memory())
         self._packer = packer = choose_packer(config, device, self.dtype)
