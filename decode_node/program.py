@@ -24,7 +24,7 @@ def make_program(
 ) -> NodeProgram:
     """Load a decode node and start its threads; see `make_threads`."""
 
-    def make_node(parts: NodeParts) -> tuple[DecodeNode, Receiver]:
+    def make_node(parts: NodeParts) -> tuple[DecodeNode, Receiver, None]:
         receiver = Receiver(
             parts.transport, on_event=parts.wake, on_death=parts.on_death, digests=parts.digests
         )
@@ -37,6 +37,6 @@ def make_program(
             traces=DecodeTraces(parts.spans, time.monotonic),
             inbox=Inbox(DecodeCommand, parts.engine, adapters=parts.adapters),
         )
-        return node, receiver
+        return node, receiver, None
 
     return make_threads(NodeRole.DECODE, options, make_node, emit, on_death, grammars)

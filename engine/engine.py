@@ -3,11 +3,13 @@
 in turn          schedule | run | update | schedule | run | update
 asynchronous     schedule N+1, launch N+1 | wait, update N | schedule N+2, launch N+2 | ...
 (and the device)           run N ...............| run N+1 ....................| run N+2
+pipeline stages  as many steps as stages are launched before the oldest one is waited for
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.api.errors import BatonError
@@ -71,7 +73,7 @@ class Engine:
         self.figures = StepFigures(scheduler, executor)
         self.adapters = features.make_adapters(executor, self._adapters_in_use)
         self.last_scheduled: SchedulerOutput | None = None
-        self._in_flight: _StepInFlight | None = None
+        self._in_flight: deque[_StepInFlight] = deque()  # oldest first
         self._busy_until = 0.0  # when the device ended the previous step
 
     # ------------------------------------------------------------------ requests
@@ -201,13 +203,20 @@ class Engine:
         the previous tokens on the host (penalties, grammars), or that wants logprobs of a prompt of
         several chunks, is launched only after the previous step has ended.
 
+        With pipeline stages: launch the step; return nothing while fewer steps than stages are in
+        flight, else wait for the oldest step and return its result.
+
         Args:
             after_layer: called on the computing thread after each layer of the scheduled step;
                 must be quick. On a GPU, `KVMemory.fence` tells when the layer is computed.
         """
         started = time.monotonic()
-        compute = self._begin if self.executor.runs_ahead else self._compute
-        result = compute(scheduled, after_layer)
+        if not self.executor.runs_ahead:
+            result = self._compute(scheduled, after_layer)
+        elif self._scheduler.num_stages > 1:
+            result = self._fill_stages(scheduled, after_layer)
+        else:
+            result = self._begin(scheduled, after_layer)
         self._scheduler.counters.step_s += time.monotonic() - started
         return result
 
@@ -222,24 +231,37 @@ class Engine:
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
         """Launch a step, if possible before the step in flight ends; then wait for the latter."""
-        result, before = StepResult(), self._in_flight
-        if before is not None:
+        result, is_ahead = StepResult(), bool(self._in_flight)
+        if is_ahead:
             scheduled = scheduled.without_finished()
             if not scheduled.may_run_ahead:
-                result, before, self._in_flight = self._end_in_flight(before), None, None
+                result, is_ahead = self._end_oldest(), False
                 scheduled = self._scheduler.with_masks(scheduled.without_finished())
         if scheduled.scheduled:
-            self.last_scheduled = scheduled
-            plan, hooks = self._scheduler.plan(scheduled, after_layer)
-            self._scheduler.begin_step(scheduled)
-            self._in_flight = scheduled, self.executor.submit(plan, hooks)
-            if before is not None:
-                result = self._end_in_flight(before)
+            self._launch(scheduled, after_layer)
+            if is_ahead:
+                result = self._end_oldest()
                 self.last_scheduled = scheduled
         return result
 
-    def _end_in_flight(self, step: _StepInFlight) -> StepResult:
-        scheduled, pending = step
+    def _fill_stages(
+        self, scheduled: SchedulerOutput, after_layer: AfterLayer | None
+    ) -> StepResult:
+        """Launch a step; end the oldest one if all stages have a step, or nothing was launched."""
+        if scheduled.scheduled:
+            self._launch(scheduled, after_layer)
+            if len(self._in_flight) < self._scheduler.num_stages:
+                return StepResult()
+        return self._end_oldest() if self._in_flight else StepResult()
+
+    def _launch(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> None:
+        self.last_scheduled = scheduled
+        plan, hooks = self._scheduler.plan(scheduled, after_layer)
+        self._scheduler.begin_step(scheduled)
+        self._in_flight.append((scheduled, self.executor.submit(plan, hooks)))
+
+    def _end_oldest(self) -> StepResult:
+        scheduled, pending = self._in_flight.popleft()
         self.last_scheduled = scheduled
         return self._end(scheduled, pending)
 
@@ -274,7 +296,12 @@ class Engine:
     @property
     def step_in_flight(self) -> bool:
         """Return whether a submitted step has not ended; always False without async scheduling."""
-        return self._in_flight is not None
+        return bool(self._in_flight)
+
+    @property
+    def steps_in_flight(self) -> list[SchedulerOutput]:
+        """Return the submitted steps that have not ended, oldest first."""
+        return [scheduled for scheduled, _ in self._in_flight]
 
     def metrics(self) -> EngineMetrics:
         """Return the metrics; safe from any thread, even during a step."""
@@ -290,8 +317,8 @@ class Engine:
         self._scheduler.check()
 
     def _adapters_in_use(self) -> set[str]:
-        """Return the adapters of open requests and of the step in flight."""
+        """Return the adapters of open requests and of the steps in flight."""
         in_use = {request.adapter for request in self.requests.values()}
-        if self._in_flight is not None:
-            in_use |= {item.request.adapter for item in self._in_flight[0].scheduled}
+        for scheduled in self.steps_in_flight:
+            in_use |= {item.request.adapter for item in scheduled.scheduled}
         return in_use

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
+from engine.core.images.prompt_images import PromptImages
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -86,9 +87,16 @@ class Features:
 
     def submit(self, request: Request) -> None:
         """Have a scheduled request's grammar compiled and its images decoded, if it has any."""
-        if request.images is not None and request.awaits_pixels:
-            self.images.submit(request.images)
+        images = request.images
+        if images is not None and request.awaits_pixels and not images.awaits_encodings:
+            self.images.submit(images)
         self.submit_grammar(request)
+
+    def use_encodings(self, images: PromptImages) -> None:
+        """Let a prompt go on with the encodings that it has received; decode its other images."""
+        images.awaits_encodings = False
+        if images.users:
+            self.images.submit(images)
 
     def submit_grammar(self, request: Request) -> None:
         """Have a request's grammar compiled, if it has one."""

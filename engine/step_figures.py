@@ -133,6 +133,7 @@ class StepFigures:
             accepted_drafts_total=sum(counters.accepted_drafts_by_place),
             accepted_drafts_by_place=tuple(counters.accepted_drafts_by_place),
             images_encoded_total=counters.images_encoded,
+            encodings_received_total=counters.encodings_received,
             encoder_cache_hits_total=counters.encoder_cache_hits,
             encoder_seconds_total=counters.encoder_s,
         )

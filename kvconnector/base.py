@@ -26,6 +26,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The data that a decode node needs besides the KV to continue a request.
 
+    The record of an encoding has the number of embeddings as ``num_tokens``, and no token.
+
     A node ignores unknown fields, and uses defaults for absent fields. A new field that a node must
     understand needs a new version.
 
@@ -35,12 +37,14 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         token_id: the first output token, which the prefill node sampled.
         draft_token_ids: the prefill node's drafts of the tokens after the first output token.
         adapter: digest of the adapter that computed the KV; empty: the base model.
+        image: digest of the image whose encoding was sent, in hexadecimal; empty: KV was sent.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     token_id: TokenId
     draft_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
     adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    image: Annotated[str, msgspec.Meta(max_length=64)] = ""
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 
@@ -145,12 +149,16 @@ class HandoffMetrics:
         num_quarantined_blocks: blocks of ended requests that a peer may still write (decode node)
             or read (prefill node).
         received_bytes: bytes of committed transfers; 0 on a prefill node.
+        encodings_open: encodings that encode nodes send or may still write; 0 on other nodes.
+        encodings_lost: images that this prefill node encoded because no encoding came.
     """
 
     open: Mapping[str, int]
     ended: Mapping[TransferOutcome, int]
     num_quarantined_blocks: int
     received_bytes: int = 0
+    encodings_open: int = 0
+    encodings_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

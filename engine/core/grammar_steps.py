@@ -77,7 +77,8 @@ class GrammarSteps:
         grammar = request.grammar
         if grammar is None or grammar.has_mask or request.num_tokens_pending:
             return True  # with a step in flight, `lacks_mask` checks once more
-        return request.num_computed_tokens + num_tokens < request.num_tokens
+        end = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
+        return end < request.num_tokens
 
     def lacks_mask(self, item: ScheduledRequest) -> bool:
         """Return whether a part of a step samples a token whose mask is not ready."""

@@ -73,9 +73,11 @@ class Request:
             last.
         row: row of the worker's batch that holds the request; -1: none. Set by `StepPlanner`.
         num_planned_blocks: blocks that the worker has been told of. Set by `StepPlanner`.
-        num_tokens_in_flight: tokens computed by steps in flight (two at most).
+        num_tokens_in_flight: tokens computed by steps in flight: two at most, or as many as there
+            are pipeline stages.
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
             drafts may sample more, so it must end before the request's next step is scheduled.
+            With several pipeline stages, every step that samples must.
 
         pooling: what to compute from the prompt's hidden states; None: sample tokens.
 

@@ -61,8 +61,13 @@ class Scheduler:
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
         encoder_cache_tokens: most tokens of all image encodings that the workers cache.
         max_num_encoder_input_tokens: most tokens of the images that one step encodes.
+        num_stages: pipeline stages, and so most steps in flight. With several, running requests
+            are divided into as many micro-batches (ADR 0107).
+        keeps_images_whole: whether one step computes all tokens of an image, as these see each
+            other.
 
     Attributes:
+        num_stages: the argument, unchanged.
         num_preemptions: number of preemptions since the start.
         counters: counts of all work since the start.
         failures: (request id, reason) of requests that cannot continue. The reader of this list
@@ -88,8 +93,11 @@ class Scheduler:
         masks: MaskMaker | None = None,
         encoder_cache_tokens: int = 0,
         max_num_encoder_input_tokens: int = 0,
+        num_stages: int = 1,
+        keeps_images_whole: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
+        self.num_stages = num_stages
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.counters = EngineCounters()
@@ -102,6 +110,7 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = ALL  # prompt tokens left for this step
+        self._num_decodes_left = ALL  # decodes left for this step
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom(by_priority=by_priority)
         in_steps = drafting is not None and drafting.in_steps
@@ -114,7 +123,12 @@ class Scheduler:
             policy=drafting,
         )
         self.grammars = GrammarSteps(masks)
-        self.images = ImageSteps(encoder_cache_tokens, max_num_encoder_input_tokens, self.counters)
+        self.images = ImageSteps(
+            encoder_cache_tokens,
+            max_num_encoder_input_tokens,
+            self.counters,
+            keeps_whole=keeps_images_whole,
+        )
         self._num_steps_in_flight = 0
         self._num_adapted = 0  # open requests with an adapter
 
@@ -267,16 +281,18 @@ class Scheduler:
     @property
     def num_competing(self) -> int:
         """Return the number of requests that may be in the next step."""
-        return min(len(self._running) + len(self._room), self._max_num_requests)
+        num_requests = min(len(self._running) + len(self._room), self._max_num_requests)
+        return -(-num_requests // self.num_stages)
 
     def schedule(self, num_beside_decodes: int = ALL) -> SchedulerOutput:
         """Choose what the next step computes, and allocate blocks for it.
 
-        May be called while a step runs (between `begin_step` and `update`). Each request that
-        samples in the running step then counts as one token longer. Requests with drafts in the
-        running step, and requests that get drafts from it, are not scheduled. No request is
-        preempted, as the running step writes into its blocks; if memory is short, nothing is
-        scheduled.
+        May be called while steps run (between `begin_step` and `update`). With one stage, each
+        request that samples in the running step then counts one token more. With several stages,
+        such a request is left for a later step, so that a plan contains all its tokens, and a step
+        decodes at most its share of the requests that decode. Requests that compute drafts in a
+        running step, or get drafts from it, are left for a later step. No request is preempted, as
+        running steps write into its blocks: if memory is short, nothing is scheduled.
 
         Args:
             num_beside_decodes: most prompt tokens if a request decodes, in addition to the
@@ -286,7 +302,8 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         if self.drafts.has_policy:
             self.drafts.plan_step(self.num_competing, self._running)
-        self.grammars.begin_step(may_wait=not self._num_steps_in_flight)
+        may_wait = self.num_stages > 1 or not self._num_steps_in_flight
+        self.grammars.begin_step(may_wait=may_wait)
         self.images.begin_step()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
         num_allowed = ALL
@@ -297,6 +314,7 @@ class Scheduler:
             # step's end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
+        self._num_decodes_left = ALL if self.num_stages == 1 else self._decodes_per_step()
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
@@ -342,9 +360,9 @@ class Scheduler:
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Count a step's tokens as in flight, as the step is about to be launched.
 
-        At most two steps are in flight; each ends with `update`.
+        At most two steps are in flight, or as many as there are stages; each ends with `update`.
         """
-        assert self._num_steps_in_flight < 2
+        assert self._num_steps_in_flight < max(self.num_stages, 2)
         self._num_steps_in_flight += 1
         for item in scheduled.scheduled:
             item.request.add_in_flight(item.num_scheduled_tokens)
@@ -451,7 +469,7 @@ class Scheduler:
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # waits for the step in flight, or for the prompt token limit
+            if num_tokens <= 0:  # waits for a step in flight, a later step, or the prompt budget
                 continue
             if request.grammar is not None and not self.grammars.may_run(request, num_tokens):
                 continue
@@ -474,7 +492,7 @@ class Scheduler:
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # no room left in the step for the request's chunk
+            if num_tokens <= 0:  # no room in the step for the request's tokens
                 break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:
@@ -533,6 +551,8 @@ class Scheduler:
         scheduled.append(ScheduledRequest(request, num_tokens))
         if num_tokens > 1:
             self._num_prefill_tokens_left -= num_tokens
+        else:
+            self._num_decodes_left -= 1
         return num_tokens
 
     # ------------------------------------------------------------------ inside
@@ -553,19 +573,33 @@ class Scheduler:
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens
         if request.num_tokens_in_flight:
+            if self.num_stages > 1 and _awaits_result(request):
+                return 0
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
             if request.request_id in self.drafts.kept:  # the request's drafts are out of date
                 return 0
         if missing == 1:
-            return 1 if request.images is None else self.images.limit(request, 1)
+            if self._num_decodes_left <= 0:  # left for the next micro-batch
+                return 0
+            return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left
         size = min(missing, budget, self._long_prefill_token_threshold, left)
-        size = self.images.limit(request, size)
+        size = self.images.limit(request, size, min(missing, budget))
         if size == 1:  # `_add` does not count single tokens, as most of them are decodes
             self._num_prefill_tokens_left -= 1
         return size
+
+    def _decodes_per_step(self) -> int:
+        """Return how many requests decode in the next step, if all stages are to have equal work.
+
+        Requests in flight count, too. A request that is left out goes first in one of the next
+        steps: as long as requests are left out, all steps in flight have their full share, so the
+        last of them takes the rest.
+        """
+        num_decodes = sum(map(_is_decoding, self._running)) + self._room.num_arrived
+        return max(-(-num_decodes // self.num_stages), 1)
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
         """Give a running request blocks for ``target`` tokens; preempt the last request if needed.
@@ -641,6 +675,12 @@ class Scheduler:
         # else `update` frees the blocks once no step writes them
         if not request.num_tokens_in_flight:
             self.kv_cache_manager.free(request)
+
+
+def _awaits_result(request: Request) -> bool:
+    """Return whether a request's next tokens, or their sampling, depend on the steps in flight."""
+    wants_logprobs = request.sampling_params.prompt_logprobs is not None
+    return bool(request.num_tokens_pending or request.changes_logits or wants_logprobs)
 
 
 def _is_decoding(request: Request) -> bool:

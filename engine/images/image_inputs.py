@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.api.errors import BatonError, InvalidRequestError
-from baton.api.images import ImageLayout, PromptImage
+from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from engine.core.images.prompt_images import PromptImages
 from engine.core.outputs import ModelRunnerOutput
 from engine.core.scheduler import Scheduler
@@ -22,6 +22,8 @@ class ImageInputs:
             images.
         pixels: makes pixel values; None: the model takes no images.
         most_tokens: most tokens of one image.
+        most_in_a_step: most tokens of an image that one step must compute; None: steps may cut
+            images.
 
     Attributes:
         layout: the argument, unchanged.
@@ -32,9 +34,11 @@ class ImageInputs:
         layout: ImageLayout | None = None,
         pixels: PixelMaker | None = None,
         most_tokens: int = 0,
+        most_in_a_step: int | None = None,
     ) -> None:
         self.layout = layout
         self._pixels, self._most_tokens = pixels, most_tokens
+        self._most_in_a_step = most_in_a_step
 
     @property
     def are_taken(self) -> bool:
@@ -64,6 +68,8 @@ class ImageInputs:
         found = PromptImages(images, token_ids, placeholder, self._most_tokens)
         if need_files and not found.files:
             raise InvalidRequestError("images", "came without files to the node that encodes them")
+        if self._most_in_a_step is not None and found.files:
+            _check_steps(found.spans, self._most_in_a_step)
         return found
 
     def start(self) -> None:
@@ -109,6 +115,15 @@ class ImageInputs:
         """End the decoding processes."""
         if self._pixels is not None:
             self._pixels.close()
+
+
+def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:
+    """Raise InvalidRequestError if an image does not fit into a step beside other requests."""
+    for index, span in enumerate(spans):
+        if span.num_tokens > most:
+            limit = "max_num_batched_tokens - max_num_requests + 1"
+            problem = f"has {span.num_tokens} tokens, of which a step fits at most {most} ({limit})"
+            raise InvalidRequestError(f"images[{index}]", problem)
 
 
 def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | None = None) -> None:

@@ -50,6 +50,7 @@ from baton.checkpoint.pooling.answers import check_generates
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
+from baton.media.expand import as_written
 from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
@@ -215,7 +216,9 @@ class LLM:
     def _render(self, messages: Conversation) -> Prompt:
         assert self.tokenizer is not None
         plain, images = take_images(messages)
-        token_ids = self.tokenizer.encode_chat(plain)
+        layout = self.engine.features.images.layout if images else None
+        replaced = None if layout is None else (layout.marker, layout.written)
+        token_ids = self.tokenizer.encode_chat(plain, replaced=replaced)
         return {"prompt": token_ids, "images": images} if images else token_ids
 
     def embed(
@@ -668,9 +671,10 @@ class LLM:
         images: Sequence[Any] = ()
         if isinstance(prompt, Mapping):
             images, prompt = prompt.get("images", ()), prompt["prompt"]
-        token_ids, placed = with_images(
-            self._tokenize(prompt), images, engine.features.images.layout
-        )
+        layout = engine.features.images.layout if images else None
+        if layout is not None and isinstance(prompt, str):
+            prompt = as_written(prompt, layout)
+        token_ids, placed = with_images(self._tokenize(prompt), images, layout)
         self._check_prompt(token_ids)
         prompt_images = engine.features.images.of_prompt(placed, token_ids)
         params = self._with_marks(params, token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ class ModelRunner:
     """Runs a model over the paged cache.
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
-    There are two sets of buffers: a step may be prepared and launched while the previous step runs,
-    once the step before the previous one has ended. Steps are launched in order, and read the
-    previous step's tokens on the device.
+    There are ``num_steps`` sets of buffers: a step may be prepared and launched while previous ones
+    run, if the step ``num_steps`` before it has been waited for. Steps are launched in order, and
+    read the previous step's tokens on the device.
 
     If the host samples, `launch` also waits until the step has ended.
 
@@ -39,6 +40,7 @@ class ModelRunner:
         ranks: the ranks that share the model; the leader samples for all ranks.
         sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
+        num_steps: most steps in flight, as the input batch has it.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
@@ -54,6 +56,7 @@ class ModelRunner:
         *,
         ranks: Ranks = ALONE,
         sends_tokens: bool = False,
+        num_steps: int = 2,
     ) -> None:
         self._forward, self._context = forward, forward.context
         self._sampler, self.extras = sampler, extras
@@ -64,11 +67,11 @@ class ModelRunner:
         self._sends_tokens = sends_tokens and ranks.everyone.size > 1
         self._rows_to_receive: Tensor | None = None  # rows whose sampled tokens only the leader has
         self._device = device = input_batch.device
-        self._sampled, self._spare = (  # host buffers for the tokens of this and the previous step
+        self._sampled = deque(  # host buffers for the tokens of steps in flight
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
-            for _ in range(2)
+            for _ in range(num_steps)
         )
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
@@ -202,8 +205,8 @@ class ModelRunner:
         """Queue the copy of the sampled tokens to the host; return the launched step."""
         on_host = None
         if token_ids is not None:
-            self._sampled, self._spare = self._spare, self._sampled
-            on_host = self._sampled[: len(token_ids)]
+            self._sampled.rotate(-1)
+            on_host = self._sampled[-1][: len(token_ids)]
             on_host.copy_(token_ids, non_blocking=True)
         done = ended_at = None
         if self._device.type == "cuda":

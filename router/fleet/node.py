@@ -79,7 +79,8 @@ class LegReader(Protocol):
 def num_bytes_of(registration: NodeRegistration) -> int:
     """Return the size of a registration's texts, which are kept as long as the node lives."""
     entries = registration.compatibility
-    return len(registration.peer_info) + sum(map(sys.getsizeof, (*entries, *entries.values())))
+    texts = sum(map(sys.getsizeof, (*entries, *entries.values())))
+    return len(registration.peer_info) + len(registration.encodings_peer_info) + texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import InvalidRequestError, PromptTooLongError
-from baton.api.images import PromptImage
+from baton.api.images import ImageLayout, PromptImage
 from baton.api.prompt import check_token_ids
 from baton.api.structured_output import StructuredOutput
+from baton.media.expand import as_written
 from baton.processes.early_template import EarlyTemplate, may_fork
 from baton.text.detokenizer import Detokenizer
 from baton.text.grammar_trials import GrammarTrials, fork_trials
@@ -231,7 +232,7 @@ class PromptReader:
         caller = principal.tenant
         with reader.open.reading(sum(len(image.data) for image in images), caller):
             sized = await reader.read_sizes(images, caller=caller)
-            token_ids = await self._encode(text, principal, add_special_tokens)
+            token_ids = await self._encode(text, principal, add_special_tokens, reader.layout)
             token_ids, placed = await reader.expand(token_ids, sized)
         reader.open.hold(placed, caller)
         return ReadPrompt(token_ids, placed)
@@ -252,8 +253,13 @@ class PromptReader:
         prompt: str | Sequence[int] | ChatPrompt | PairPrompt,
         principal: Principal,
         add_special_tokens: bool,
+        layout: ImageLayout | None = None,
     ) -> list[int]:
-        """Return a prompt's token ids, with markers in the places of images."""
+        """Return a prompt's token ids, with markers in the places of images.
+
+        Args:
+            layout: the rule for a prompt's images; None: the prompt has no images.
+        """
         max_model_len = self._max_model_len()
         if not isinstance(prompt, str | ChatPrompt | PairPrompt):
             limit = max_model_len - 1
@@ -267,7 +273,7 @@ class PromptReader:
         caller = principal.tenant
         if isinstance(prompt, str):
             return await self._texts.encode(
-                prompt,
+                prompt if layout is None else as_written(prompt, layout),
                 max_model_len=max_model_len,
                 caller=caller,
                 add_special_tokens=add_special_tokens,
@@ -286,7 +292,10 @@ class PromptReader:
         if self._cuts_changing_lines:
             messages = without_changing_lines(list(prompt.messages))
             prompt = dataclasses.replace(prompt, messages=messages)
-        return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
+        replaced = None if layout is None else (layout.marker, layout.written)
+        return await self._texts.encode_chat(
+            prompt, max_model_len=max_model_len, caller=caller, replaced=replaced
+        )
 
     async def tokenize_only(
         self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True

@@ -71,6 +71,7 @@ class ImagesMachine(RuleBasedStateMachine):
         long_prefill_token_threshold=st.integers(1, 20),
         num_blocks=st.integers(16, NUM_BLOCKS),
         runs_ahead=st.booleans(),
+        keeps_whole=st.booleans(),
     )
     def make(
         self,
@@ -80,7 +81,11 @@ class ImagesMachine(RuleBasedStateMachine):
         long_prefill_token_threshold: int,
         num_blocks: int,
         runs_ahead: bool,
+        keeps_whole: bool,
     ) -> None:
+        if keeps_whole:  # beside two requests that decode
+            max_num_batched_tokens = max(max_num_batched_tokens, LARGEST + 2)
+        self.keeps_whole = keeps_whole
         self.cache_tokens, self.max_encoder_tokens = cache_tokens, max_encoder_tokens
         self.runs_ahead = runs_ahead
         self.max_model_len = num_blocks * BLOCK_SIZE
@@ -92,6 +97,7 @@ class ImagesMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=long_prefill_token_threshold,
             encoder_cache_tokens=cache_tokens,
             max_num_encoder_input_tokens=max_encoder_tokens,
+            keeps_images_whole=keeps_whole,
         )
 
     # ------------------------------------------------------------ what may happen
@@ -173,6 +179,8 @@ class ImagesMachine(RuleBasedStateMachine):
             scheduled = scheduled.without_finished()
         if not scheduled.scheduled:
             return
+        if self.keeps_whole:
+            _assert_images_are_whole(scheduled)
         plan, _ = self.scheduler.plan(scheduled)
         failed = self.work(scheduled, plan.images or StepImages())
         output = self.sample(scheduled) if self.runs_ahead else self.runner.execute(scheduled)
@@ -257,6 +265,13 @@ class ImagesMachine(RuleBasedStateMachine):
             assert request.images is None or request.images.pixels is None
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.num_free == pool.num_blocks
+
+
+def _assert_images_are_whole(scheduled: SchedulerOutput) -> None:
+    for item in scheduled.scheduled:
+        request = item.request
+        end = request.num_computed_tokens + request.num_tokens_in_flight + item.num_scheduled_tokens
+        assert not any(span.first < end < span.end for span in request.image_spans)
 
 
 def _expected(scheduled: SchedulerOutput) -> dict[int, tuple[bytes, int]]:

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.api.sampling_params import SamplingParams
-from decode_node import quarantine, reservations
+from decode_node import reservations
 from engine.core.request import Request
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_process import PeerProcess
+from node_runtime import quarantine
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 

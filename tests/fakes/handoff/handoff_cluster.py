@@ -259,15 +259,16 @@ class Cluster:
         *,
         alone: bool = False,
         images: Sequence[PromptImage] = (),
+        encode_engine_id: str = "",
     ) -> None:
         """Send both legs of a new attempt, which continues the output of earlier attempts.
 
         Args:
             alone: the decode node computes the prompt itself; there is no other leg.
             images: the prompt's images; the node that computes the prompt gets their files.
+            encode_engine_id: node that sends the encodings to the prefill node; empty: none.
         """
-        outputs = tuple(output_token_ids)
-        trace = TraceContext(random_id(16)).child()
+        outputs, trace = tuple(output_token_ids), TraceContext(random_id(16)).child()
         self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
         self.attempts[request_id, epoch].num_initial = len(outputs)
         self.attempts[request_id, epoch].trace = trace
@@ -298,6 +299,7 @@ class Cluster:
                 timeout_s=1e6,
                 trace=trace,
                 images=tuple(images),
+                encode_engine_ids=(encode_engine_id,) * len(images) if encode_engine_id else (),
             )
         )
 

@@ -31,7 +31,7 @@ class InlinePixels(PixelMaker):
         made: dict[bytes, ImagePixels] = {}
         for digest, file in images.files.items():
             try:
-                made[digest] = self._made(file)
+                made[digest] = images.received.get(digest) or self._made(file)
             except BatonError as error:
                 self._done.append((images, error_of(images, digest, error)))
                 return

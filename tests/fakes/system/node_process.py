@@ -152,8 +152,7 @@ class NodeProcess:
         busy = self.node.step()
         if self.link is None:
             assert self.node.requests() == [], "it works for a router that is gone"
-        if engine._in_flight is not None:  # how fast this machine computes must not matter
-            pending = engine._in_flight[1]
+        for _, pending in engine._in_flight:  # how fast this machine computes must not matter
             if isinstance(pending, ProposingStep):
                 pending = pending.step
             assert isinstance(pending, SubmittedStep)

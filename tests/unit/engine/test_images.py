@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.sampling_params import SamplingParams
+from engine.core.images.image_plan import PixelArray
+from engine.core.images.prompt_images import encoding_of
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
@@ -122,6 +125,28 @@ def test_a_hit_may_end_within_an_image_or_behind_it(engine: Engine) -> None:
     metrics = engine.metrics()
     assert metrics.images_encoded_total == 2
     assert metrics.encoder_seconds_total > 0
+
+
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_the_encoding_of_another_node_takes_the_place_of_pixels(budget: int) -> None:
+    """A received encoding costs no budget, and the other image is encoded here."""
+    engine = load_demo(max_num_encoder_input_tokens=budget, block_size=4)
+    encoder = encoder_of(engine)
+    request = request_of("a", PROMPT)
+    images = request.images
+    assert images is not None
+    assert images.pixels is not None
+    first, second = images.pixels
+    tokens = pixels_of(A).arrays[0]
+    numbers = torch.frombuffer(bytearray(tokens.data), dtype=torch.int64)
+    rows = encoder._embedding(numbers).detach()
+    array = PixelArray("", "float32", tuple(rows.shape), rows.float().numpy().tobytes())
+    images.pixels = {first: encoding_of(array), second: images.pixels[second]}
+    assert run(engine, request)["a"] == expected(PROMPT)
+    assert encoder.num_encoded == 1
+    metrics = engine.metrics()
+    assert (metrics.images_encoded_total, metrics.encodings_received_total) == (1, 1)
+    engine.close()
 
 
 def test_other_images_hit_nothing(engine: Engine) -> None:

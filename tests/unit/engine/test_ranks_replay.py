@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +67,7 @@ class Runner(ModelRunner):
         self._input_batch: Any = SimpleNamespace(last_tokens=last_tokens)
         self._model: Any = SimpleNamespace(compute_logits=lambda hidden: hidden)
         self._sampler = StepSampler(samples_on_device=True, rejects=False)
-        self._sampled = self._spare = torch.zeros(2, dtype=torch.int64)
+        self._sampled = deque([torch.zeros(2, dtype=torch.int64)])
         self.graphs = FakeGraphs(last_tokens)
         self.decode_graphs: Any = SimpleNamespace(graphs=self.graphs)
 
