@@ -56,7 +56,10 @@ def make_adapter(folder: Path, shape: Mapping[str, Any], rank: int) -> None:
 
 
 def rate_of(generate: Generate, case: str, num_tokens: int, *, adapted: bool) -> float:
-    """Return tokens per second of a case's prompts, or of its decodes."""
+    """Return the tokens per second of one case.
+
+    For ``PREFILL`` prompt tokens are counted, for the other cases output tokens.
+    """
     num_requests, length = SIZES[case]
     draw = random.Random(case)
     prompts = [draw.choices(range(1000), k=length) for _ in range(num_requests)]

@@ -408,7 +408,10 @@ class BlockPool:
 
 
 def window_size(num_blocks: int) -> int:
-    """Return how many of the first free blocks extents are chosen among."""
+    """Return the size of the window: how many blocks at the head of the free list are searched.
+
+    The pool chooses extents of ``num_blocks`` blocks from this window.
+    """
     return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 

@@ -41,10 +41,10 @@ _HELLO_TIMEOUT_S = 10.0
 _MAX_UNKNOWN = 128  # most connections that have not sent a key yet, as each needs a thread
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
-# Seconds without a message until a connection is given up: longer than a busy machine is silent.
-# `rank_watch` reports a stopped rank earlier.
+# A connection is given up after this many seconds without a message. A busy machine is never silent
+# for so long. `rank_watch` reports a stopped rank earlier.
 _SILENCE_S = 5.0
-# Keep-alive probes are needed: a lost machine closes no connection, its kernel only stops
+# Keep-alive probes are needed: a lost machine does not close any connection, its kernel only stops
 # answering.
 _USER_TIMEOUT_MS = 10_000
 

@@ -137,11 +137,11 @@ class Speculation:
         return self._num_steps_of_none > _NONE_FOR_LONG
 
     def num_to_read(self) -> int:
-        """Return how many of the requests that start now the drafter must read.
+        """Return how many of the newly started requests the drafter must read.
 
-        The drafter reads all requests, unless drafts have not paid off for long. Then the drafter
-        reads one request if a trial is due, else none. A request that is not read at its start gets
-        no drafts.
+        The drafter reads all of them, unless drafts have not paid off for a long time. Then the
+        drafter reads one request if a trial is due, and otherwise none. A request that the drafter
+        does not read at its start gets no drafts.
         """
         if not self.drafter_reads or not self._none_for_long:
             return ALL

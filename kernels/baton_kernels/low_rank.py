@@ -161,13 +161,13 @@ class LowRankSlots:
         gains: Tensor | None = None,
         shifts: Tensor | None = None,
     ) -> None:
-        """Write one module of an adapter.
+        """Write one module of an adapter into its part of a slot.
 
         Args:
             down: ``[rank, in_features]``.
-            up: ``[num_columns, rank]``, with the scale.
-            gains: ``[num_columns]``.
-            shifts: ``[num_columns]``.
+            up: ``[num_columns, rank]``, already multiplied by the adapter's scale.
+            gains: ``[num_columns]``, factors of the layer's own product; None: all are 1.
+            shifts: ``[num_columns]``, added to the layer's own product; None: all are 0.
         """
         rank, columns = len(down), self.columns(part)
         assert rank <= self.a.shape[2]

@@ -364,7 +364,7 @@ async def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result])
 
 @contextlib.contextmanager
 def _named(field: str, place: int, number: int) -> Iterator[None]:
-    """Name an input in errors about a prompt."""
+    """In errors about a prompt, name the field of the input that the prompt was made from."""
     try:
         yield
     except InvalidRequestError as error:

@@ -62,7 +62,7 @@ class FlashInferAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason: our scales of keys are folded into the queries' scale only."""
+        """Return why a float8 cache is not supported: the cache must have the model's dtype."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:

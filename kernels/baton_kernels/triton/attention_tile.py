@@ -207,7 +207,11 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """Make a compilation case; arguments not given have equal types in all attention kernels."""
+    """Make the compilation case of an attention kernel.
+
+    Arguments of the kernel that are in neither ``pointers`` nor ``constants`` have the same types
+    in all attention kernels.
+    """
     types = {"score_scale": "fp32", "cap": "fp32"}
     types |= dict.fromkeys(("query_stride", "block_stride"), "i32:16")
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}
