@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "BATON_DUMP_FOLDER"
 PREFIX = "baton-crash-"
-MAX_DUMPS = 20  # most dumps kept in a folder
-MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # most requests in a dump; most blocks per request
+MAX_DUMPS = 20  # maximum number of dumps kept in a folder
+# Maximum number of requests in a dump; maximum number of blocks per request
+MAX_REQUESTS, MAX_BLOCKS = 1000, 64
 MAX_BYTES = 4 * 2**20
 _MAX_ID_CHARS = 128
 _MAX_FRAMES = 100

@@ -19,7 +19,7 @@ from kvconnector.blocks import LayerRange
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)
 HANDOFF_VERSION = 1
-MAX_DRAFTS = 32  # most draft tokens in a hand-off record
+MAX_DRAFTS = 32  # maximum number of draft tokens in a hand-off record
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 

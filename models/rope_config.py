@@ -46,7 +46,8 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     use_long_factors: bool = False
-    max_len: int | None = None  # most positions with correct results; None: no such limit
+    # Maximum number of positions with correct results; None: no such limit
+    max_len: int | None = None
     # Axis (0: frame, 1: row, 2: column) whose position rotates each pair; empty: one axis.
     axes: tuple[int, ...] = ()
 

@@ -16,7 +16,7 @@ from baton.link.words import AdminCall, AdminReply, RequestError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 * 2**10  # approximate size
-MAX_PART_BYTES = 4 * 2**20  # most bytes that a router accepts in one message
+MAX_PART_BYTES = 4 * 2**20  # maximum number of bytes that a router accepts in one message
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_OPEN_CALLS = 8  # per router
 MAX_TIMEOUT_S = 120.0

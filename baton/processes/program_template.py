@@ -142,7 +142,7 @@ class ProgramTemplate:
         """Return how a program ended, or None if it still runs after the timeout.
 
         Args:
-            timeout_s: most seconds to wait; None: no limit.
+            timeout_s: maximum number of seconds to wait; None: no limit.
         """
         give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:

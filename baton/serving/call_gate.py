@@ -39,7 +39,8 @@ _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
 _UNKNOWN_METHOD = "of this name"  # replaces the caller's method name, which may not be UTF-8
-# Most bytes of a message for health checks or reflection; such messages hold service names.
+# Maximum number of bytes of a message for health checks or reflection; such messages hold service
+# names.
 MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # fields with clients' texts, left out of the audit log
 

@@ -24,7 +24,7 @@ from baton.text.detokenizer import Detokenizer
 from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
 from baton.text.tool_prompt import with_one_system_turn, with_tools
 
-# Most characters that normalization (Unicode's NFC or NFKC) may turn into one.
+# Maximum number of characters that normalization (Unicode's NFC or NFKC) may turn into one.
 _MAX_SHRINKAGE = 4
 _MAX_TOKEN_ID = 2**24
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
@@ -39,7 +39,7 @@ class Tokenizer:
     Attributes:
         folder, template_file: the arguments, unchanged.
         chat_template: template for conversations, or None.
-        longest_token_chars: most characters of a text that one token can cover.
+        longest_token_chars: maximum number of characters of a text that one token can cover.
         special_token_ids: tokens that `decode` leaves out by default.
         takes_tools: whether the chat template uses tools.
     """

@@ -46,7 +46,7 @@ class DraftPolicy(Protocol):
         """Return how many drafts the next step is to make after each sampled token.
 
         Args:
-            num_rows: most requests in the next step.
+            num_rows: maximum number of requests in the next step.
             can_draft: returns whether drafts can be made for any running request.
         """
 
@@ -58,7 +58,7 @@ class Drafts:
     """Drafts of one scheduler's requests.
 
     Args:
-        long_prefill_token_threshold: most tokens of one request in a step.
+        long_prefill_token_threshold: maximum number of tokens of one request in a step.
         policy: decides how many drafts pay; None: there are no drafts.
 
     Attributes:
@@ -93,7 +93,7 @@ class Drafts:
         Call this before the step's requests are chosen.
 
         Args:
-            num_rows: most requests in the step.
+            num_rows: maximum number of requests in the step.
         """
         assert self._policy is not None
         self._num_to_draft = self._policy.num_to_draft(

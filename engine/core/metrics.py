@@ -47,7 +47,7 @@ class EngineMetrics:
         blocks_free: free blocks, including those that keep a cached prefix.
         blocks_cached: different contents that the prefix cache can find.
         blocks_evicted_total: cached blocks that were evicted, to be allocated again.
-        blocks_used_peak: most blocks in use at a time.
+        blocks_used_peak: maximum number of blocks in use at a time.
         kv_slots_held: tokens that the blocks of open requests have room for.
         kv_slots_unfilled: token slots among these that hold no known token.
         residency: how long blocks kept their cached contents.

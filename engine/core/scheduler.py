@@ -52,17 +52,18 @@ class Scheduler:
 
     Args:
         kv_cache_manager: allocates and frees blocks.
-        max_num_requests: most requests in a step.
-        max_num_batched_tokens: most tokens in a step.
-        long_prefill_token_threshold: most tokens of one request in a step.
-        prefill_tokens_beside_decodes: most prompt tokens in a step that also decodes, or that runs
-            while a parked request waits for a remote node's KV.
+        max_num_requests: maximum number of requests in a step.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        long_prefill_token_threshold: maximum number of tokens of one request in a step.
+        prefill_tokens_beside_decodes: maximum number of prompt tokens in a step that also decodes,
+            or that runs while a parked request waits for a remote node's KV.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         by_priority: whether requests run in order of priority; otherwise in order of arrival.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
-        encoder_cache_tokens: most tokens of all image encodings that the workers cache.
-        max_num_encoder_input_tokens: most tokens of the images that one step encodes.
+        encoder_cache_tokens: maximum number of tokens of all image encodings that the workers
+            cache.
+        max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
 
     Attributes:
         num_preemptions: number of preemptions since the start.
@@ -294,8 +295,8 @@ class Scheduler:
         scheduled.
 
         Args:
-            num_beside_decodes: most prompt tokens if a request decodes, in addition to the
-                scheduler's own limit.
+            num_beside_decodes: maximum number of prompt tokens if a request decodes, in addition to
+                the scheduler's own limit.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions

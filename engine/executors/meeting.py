@@ -38,7 +38,8 @@ _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
-_MAX_UNKNOWN = 128  # most connections that have not sent a key yet, as each needs a thread
+# Maximum number of connections that have not sent a key yet, as each needs a thread
+_MAX_UNKNOWN = 128
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
 # A connection is given up after this many seconds without a message. A busy machine is never silent

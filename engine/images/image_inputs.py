@@ -20,7 +20,7 @@ class ImageInputs:
         layout: the rule by which the model maps an image to tokens; None: the model takes no
             images.
         pixels: makes pixel values; None: the model takes no images.
-        most_tokens: most tokens of one image.
+        most_tokens: maximum number of tokens of one image.
 
     Attributes:
         layout: the argument, unchanged.

@@ -64,7 +64,7 @@ from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_CHARS = 256  # most characters of an adapter's name
+_MAX_NAME_CHARS = 256  # maximum number of characters of an adapter's name
 _POLL_S = 0.002
 
 Prompt = str | Sequence[int] | ImagePrompt

@@ -30,7 +30,7 @@ _PRIOR_WEIGHT = 2.0  # in a request's rate, all requests' rate counts like this 
 _FIRST_PRIOR = 0.7
 _FIRST_TRIED = 8  # first steps with drafts, which record tapes; their times are ignored
 TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
-TRY_AT_LEAST = 8192  # most steps without drafts before a trial
+TRY_AT_LEAST = 8192  # maximum number of steps without drafts before a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
 # Least gain in tokens per second that pays for drafts. Smaller gains are within noise, and requests
 # that finish early leave smaller batches.
@@ -238,7 +238,7 @@ def choose_num_drafts(
 
     Args:
         num_rows: number of requests that continue.
-        most: most drafts per request.
+        most: maximum number of drafts per request.
         rate: acceptance rate of all requests (`Acceptance.rate`).
     """
     numbers = np.arange(most + 1)

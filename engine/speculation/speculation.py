@@ -31,7 +31,7 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-# Most steps between choices while the number of requests stays equal.
+# Maximum number of steps between choices while the number of requests stays equal.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
 # steps without drafts that pay off, after which the drafter reads no new requests
 _NONE_FOR_LONG = 64
@@ -50,7 +50,7 @@ class Speculation:
 
     Args:
         proposer: makes drafts.
-        num_drafts: most drafts of a request.
+        num_drafts: maximum number of drafts of a request.
         vocab_size: size of the model's vocabulary.
         adaptive: whether to leave out drafts that do not pay off.
         in_steps: whether workers make drafts within steps, which takes time.
@@ -93,7 +93,7 @@ class Speculation:
         If drafts do not pay off, some are still made as trials, at growing intervals.
 
         Args:
-            num_rows: most requests in the next step.
+            num_rows: maximum number of requests in the next step.
             can_draft: returns whether any running request can get drafts.
         """
         if not self.in_steps or not self._adaptive:

@@ -56,9 +56,9 @@ class GraphInputs:
     Args:
         sizes: captured numbers of requests, ascending.
         num_rows: rows of the input batch; ``last_tokens`` has a spare row that is never read.
-        max_blocks: most blocks of one request in one group.
+        max_blocks: maximum number of blocks of one request in one group.
         num_groups: number of groups of the KV cache.
-        max_seq_len: most tokens of one request.
+        max_seq_len: maximum number of tokens of one request.
         device: device of the model.
     """
 

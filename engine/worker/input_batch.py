@@ -32,13 +32,13 @@ class InputBatch:
     ``last_tokens`` on the device.
 
     Args:
-        max_num_requests: most requests in a step.
-        max_num_tokens: most tokens in a step.
-        max_decode_rows: most tokens of a step that only decodes, drafts included; None: one per
-            request.
+        max_num_requests: maximum number of requests in a step.
+        max_num_tokens: maximum number of tokens in a step.
+        max_decode_rows: maximum number of tokens of a step that only decodes, drafts included;
+            None: one per request.
         sliding_windows: window of each KV cache group, in tokens; None: full attention.
         state_groups: indices of the groups that hold states.
-        max_blocks: most blocks of one request in one group.
+        max_blocks: maximum number of blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
         graph_inputs: stages steps for graph replays; None: no graphs are captured.
@@ -46,7 +46,7 @@ class InputBatch:
 
     Attributes:
         device: where the model runs.
-        max_num_tokens: most tokens in a step.
+        max_num_tokens: maximum number of tokens in a step.
         last_tokens: `[max_num_requests + 1]` int64 on the device, the last sampled token of each
             row; written by the runner.
     """

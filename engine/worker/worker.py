@@ -83,7 +83,8 @@ class Worker:
     Attributes:
         config: the options, resolved for the device.
         linear_weights: description of the linear layers' weights; see `Executor`.
-        max_model_len: most tokens of one request, limited by the model and the KV memory.
+        max_model_len: maximum number of tokens of one request, limited by the model and the KV
+            memory.
         runs_ahead: whether a step may be launched before the previous one has ended.
         runner: computes the steps.
     """

@@ -19,7 +19,7 @@ typedef struct {
     char *weights; /* one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
 } tiles;
 
-#define MOST_ROWS TILED_ROWS /* most rows of a block; MAX_ROWS without matrices */
+#define MOST_ROWS TILED_ROWS /* maximum number of rows of a block; MAX_ROWS without matrices */
 
 /* A block of rows whose scores are kept together; `room`: rows that its sums have memory for. */
 typedef struct {

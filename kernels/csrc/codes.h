@@ -26,7 +26,7 @@
 #define ADDS_FOUR 1
 #endif
 
-/* Most inputs that share a scale. Smaller groups of weights cost no more: each group's sum is multiplied by a
+/* Maximum number of inputs that share a scale. Smaller groups of weights cost no more: each group's sum is multiplied by a
  * scale anyway. */
 #define BLOCK 64
 #define SUMMED 16 /* smallest group of inputs with its own sum */
@@ -38,7 +38,7 @@
 #define SPAN_E2M1 16 /* 2 * 4 * 24 * 127 < 2^15 */
 #endif
 
-/* Most rows at a time: two sums per row, and the operands, fill the registers. */
+/* Maximum number of rows at a time: two sums per row, and the operands, fill the registers. */
 #if ADDS_FOUR
 #define CODE_ROWS MAX_ROWS
 #else

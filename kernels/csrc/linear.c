@@ -11,7 +11,7 @@
 #include "finish.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
-#define MAX_CHUNK (30 * MAX_ROWS) /* most rows of x that are packed together, so that they stay in L2 */
+#define MAX_CHUNK (30 * MAX_ROWS) /* maximum number of rows of x that are packed together, so that they stay in L2 */
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
@@ -327,7 +327,7 @@ static __attribute__((noinline)) void of_few_in_halves(SUMS_OF_A_PANEL) {
 }
 #endif
 
-#define GROUPS (BLOCK / SUMMED * PANEL) /* most group numbers per block */
+#define GROUPS (BLOCK / SUMMED * PANEL) /* maximum number of group numbers per block */
 #define SLICE_BLOCKS 8 /* blocks of a panel's codes that stay in L1 */
 #define WIDENED_BLOCKS 4 /* those that stay in L1 beside their codes, unpacked to bytes */
 

@@ -10,7 +10,7 @@ from kvconnector.base import BlockPush, ConnectorMetrics, HandoffRecord
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # most rewrites of blocks with a wrong digest
+MAX_ATTEMPTS = 3  # maximum number of rewrites of blocks with a wrong digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,10 @@ class Portions:
     """Limits of posted bytes for one kind of memory (host or GPU).
 
     Attributes:
-        write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
-        in_flight_bytes: most bytes in flight to one peer. The I/O thread refills this budget once
-            per round, so it limits a path's bandwidth.
+        write_bytes: maximum number of bytes of one write, so that aborts and other requests wait
+            only briefly.
+        in_flight_bytes: maximum number of bytes in flight to one peer. The I/O thread refills this
+            budget once per round, so it limits a path's bandwidth.
     """
 
     write_bytes: int

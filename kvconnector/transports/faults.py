@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 OPTION = "inject_faults"
 WRITE = "Write"  # the name of write events in kill points, beside the names of messages
 MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
-MAX_SWAP_S = 0.1  # most seconds that a reordered message waits for the next message
+MAX_SWAP_S = 0.1  # maximum number of seconds that a reordered message waits for the next message
 MAX_REMEMBERED_GRANTS = 1000
 
 

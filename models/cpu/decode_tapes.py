@@ -23,7 +23,8 @@ from models.base import AdapterSpan, ForwardContext, GroupStep, LayerCache
 Inputs = Sequence[Tensor]  # results and inputs: each [num_tokens, ...]
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
-# Most rows of all tapes together; for each row, a tape holds the results of all layers.
+# Maximum number of rows of all tapes together; for each row, a tape holds the results of all
+# layers.
 MAX_ROWS_KEPT = 64
 FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]

@@ -20,11 +20,11 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
-# Most tokens by which a delta may be ahead of the output so far. One node's link may stall, until
-# the node counts as silent, while the other node continues.
+# Maximum number of tokens by which a delta may be ahead of the output so far. One node's link may
+# stall, until the node counts as silent, while the other node continues.
 MAX_EARLY = 4096
-# Most tokens in one piece: turning more tokens into text blocks the event loop for tens of
-# milliseconds.
+# Maximum number of tokens in one piece: turning more tokens into text blocks the event loop for
+# tens of milliseconds.
 MAX_TAKEN = 1024
 
 

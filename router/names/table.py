@@ -29,7 +29,7 @@ from router.names.served_name import ServedName
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 4096
-MAX_SHOWN_CHARS = 100  # most characters quoted of a name in errors
+MAX_SHOWN_CHARS = 100  # maximum number of characters quoted of a name in errors
 _MAX_SHOWN_NAMES = 8
 
 

@@ -47,8 +47,8 @@ class FrameLimits:
     16 bytes or more in each step. PING costs 4, SETTINGS 32, an acknowledgement 1.
 
     Attributes:
-        max_block_bytes: most bytes of a header block as sent, with its frames' heads.
-        max_header_bytes: most bytes of the decoded headers, plus 32 for each header.
+        max_block_bytes: maximum number of bytes of a header block as sent, with its frames' heads.
+        max_header_bytes: maximum number of bytes of the decoded headers, plus 32 for each header.
         max_continuations: most CONTINUATION frames of one block.
         max_control_bytes: longest payload of a frame that is neither DATA nor part of a header
             block.

@@ -41,7 +41,7 @@ _UNENFORCED = {
     "$dynamicRef": ": use $ref",
     "$recursiveRef": ": use $ref",
 }
-_MAX_WRITTEN = 5_000  # most schemas and listed values that rewriting may add
+_MAX_WRITTEN = 5_000  # maximum number of schemas and listed values that rewriting may add
 _MAX_PATH_CHARS = 200
 # Syntax of character classes that Python's `re` and llguidance read differently.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")

@@ -18,7 +18,7 @@ class EncoderCache:
     """The workers' encodings, by digest. Only the scheduler changes this object.
 
     Args:
-        num_tokens: most tokens (embedding rows) of all encodings together.
+        num_tokens: maximum number of tokens (embedding rows) of all encodings together.
 
     Attributes:
         num_tokens: the argument, unchanged.

@@ -30,10 +30,10 @@ class ImageSteps:
     """Chooses the images that each step encodes.
 
     Args:
-        cache_tokens: most tokens of all encodings that the workers keep; 0: the model takes no
-            images.
-        max_encoder_tokens: most tokens of the images that one step encodes. One image may have
-            more.
+        cache_tokens: maximum number of tokens of all encodings that the workers keep; 0: the model
+            takes no images.
+        max_encoder_tokens: maximum number of tokens of the images that one step encodes. One image
+            may have more.
         counters: counts encoded images and hits.
 
     Attributes:

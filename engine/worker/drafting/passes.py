@@ -19,7 +19,7 @@ from engine.worker.drafting.base import Ints
 from models.base import ForwardContext, LayerCache
 
 MANY_TOKENS = 33  # tokens of a request from which a pass is large; more than any number of drafts
-_MOST_ROWS = 64  # most rows of a pass that runs as a decode step
+_MOST_ROWS = 64  # maximum number of rows of a pass that runs as a decode step
 
 
 class Passes:

@@ -26,7 +26,7 @@ class RequestRows:
     A row belongs to one request until a plan assigns it to another.
 
     Args:
-        num_rows: most requests in a step.
+        num_rows: maximum number of requests in a step.
         is_staged: whether steps may be staged for graph replays, which read `kernel_parameters`.
 
     Attributes:

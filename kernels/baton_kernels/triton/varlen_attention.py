@@ -282,7 +282,7 @@ class CapturedTiles:
 
     Args:
         num_tokens: tokens of the captured step.
-        num_requests: most requests of a step.
+        num_requests: maximum number of requests of a step.
         shape: shape of the layers.
         element_size: bytes per number of a query.
         sliding_window: window of the layers.

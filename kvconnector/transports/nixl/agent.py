@@ -21,8 +21,8 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
-# Most released peers that NIXL keeps. A peer whose process has ended costs some kilobytes. Dropping
-# a living peer leaves a TCP connection open on both sides.
+# Maximum number of released peers that NIXL keeps. A peer whose process has ended costs some
+# kilobytes. Dropping a living peer leaves a TCP connection open on both sides.
 MAX_RELEASED = 256
 # Longest silence of a reused connection in seconds. After a network failure, the connection may be
 # dead without an error.

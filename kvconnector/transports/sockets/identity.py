@@ -25,7 +25,7 @@ from kvconnector.transports.base import CertificateFiles, Certificates
 
 logger = logging.getLogger(__name__)
 
-MAX_CERTIFICATE_BYTES = 4096  # most bytes of a certificate; Baton's own have about 400
+MAX_CERTIFICATE_BYTES = 4096  # maximum number of bytes of a certificate; Baton's own have about 400
 MAX_FORGOTTEN = 64
 # A lifetime longer than any process; peers forget the certificate when the process ends
 _VALID_DAYS = 36500

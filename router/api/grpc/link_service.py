@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# Most waiting commands per node. Nodes that read their links have far fewer.
+# Maximum number of waiting commands per node. Nodes that read their links have far fewer.
 MAX_QUEUED_COMMANDS = 50_000
 
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_SHOWN_CHARS = 256  # most characters that errors quote from a client
+MAX_SHOWN_CHARS = 256  # maximum number of characters that errors quote from a client
 # Fields of other APIs that change the answer and are not supported.
 REFUSED = {
     "functions": "is not supported: use tools",

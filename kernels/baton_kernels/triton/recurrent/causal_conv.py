@@ -18,7 +18,7 @@ from baton_kernels.triton.launch import Launcher
 
 CHANNELS = 128  # channels of a program
 TILE_TOKENS = 8  # prompt tokens of a tile, computed at once
-LARGEST_SHARE = 32  # most programs that share one request's tokens
+LARGEST_SHARE = 32  # maximum number of programs that share one request's tokens
 
 
 def causal_conv(
