@@ -215,7 +215,7 @@ def _auto_round(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_other_layers(quantization: Fields, data_type: str) -> None:
-    """Refuse layers whose number type differs from the default, as their tensors look alike."""
+    """Refuse layers whose number type differs from the default, because their tensors look alike."""
     if not quantization.has("extra_config"):
         return
     others = quantization.child("extra_config")

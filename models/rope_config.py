@@ -262,7 +262,7 @@ def _longrope(
     """Read LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the default factor."""
     original = common.original_max_position_embeddings
     assert original is not None
-    if original < 2:  # at least this much, as its logarithm is a divisor
+    if original < 2:  # at least this much, because its logarithm is a divisor
         raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")

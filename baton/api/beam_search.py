@@ -94,7 +94,7 @@ class BeamSearchParams:
 
     @property
     def num_candidates(self) -> int:
-        """Return how many next tokens each prefix needs, as some may be end tokens."""
+        """Return how many next tokens each prefix needs, because some may be end tokens."""
         return self.beam_width + len(self.end_token_ids)
 
     def score(self, logprob: float, num_tokens: int) -> float:

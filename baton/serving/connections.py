@@ -93,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
             self.end()
-            self.inner = asyncio.Protocol()  # serves nothing, as the connection is aborted
+            self.inner = asyncio.Protocol()  # serves nothing, because the connection is aborted
             self._transport.abort()
         self.inner.connection_made(transport)
 

@@ -26,7 +26,7 @@ ALL = sys.maxsize
 # A request is READ if the drafter drafts for it, else UNREAD. Without a drafter with KV, all are
 # READ.
 READ, UNREAD = 0, 1
-# Most processor time per step for grammar masks after drafts, in seconds; all requests wait for
+# Maximum processor time per step for grammar masks after drafts, in seconds; all requests wait for
 # these masks.
 _MAX_MASKS_S = 0.01
 
@@ -200,7 +200,7 @@ class Drafts:
     ) -> RequestStatus | None:
         """Add the tokens that a step with drafts sampled, up to the token that ends the output.
 
-        Accepted drafts count as computed, as their KV is in the cache.
+        Accepted drafts count as computed, because their KV is in the cache.
 
         Returns the final status, if the output ends (see `Request.append`).
         """

@@ -208,7 +208,8 @@ class KVCacheManager:
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
         """Give a request without blocks its cached prefix, and blocks for the rest.
 
-        The prefix may include the last initial token, as the remote node samples the next token.
+        The prefix may include the last initial token, because the remote node samples the next
+        token.
 
         Args:
             num_tokens: tokens to have room for, at least all initial tokens. Blocks that slide out

@@ -15,7 +15,8 @@ from baton.kv.residency import BlockResidency
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 
-# Requests are counted by the sign of their priority, as there are too many priorities for labels.
+# Requests are counted by the sign of their priority, because there are too many priorities for
+# labels.
 PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
 # Upper bounds of the buckets of steps, by computed tokens; a last bucket counts larger steps.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

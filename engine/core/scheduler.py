@@ -291,7 +291,7 @@ class Scheduler:
         May be called while a step runs (between `begin_step` and `update`). Each request that
         samples in the running step then counts as one token longer. Requests with drafts in the
         running step, and requests that get drafts from it, are not scheduled. No request is
-        preempted, as the running step writes into its blocks; if memory is short, nothing is
+        preempted, because the running step writes into its blocks; if memory is short, nothing is
         scheduled.
 
         Args:
@@ -342,8 +342,8 @@ class Scheduler:
         """Return a step scheduled ahead, without requests whose grammar masks are not ready.
 
         The previous step has ended since the scheduling, and its sampled tokens need new masks.
-        Prompt chunks stay in the step, as hooks that push their blocks after each layer may already
-        exist.
+        Prompt chunks stay in the step, because hooks that push their blocks after each layer may
+        already exist.
         """
         self.masks.wait()
         return scheduled.without(self._lacks_mask)
@@ -369,7 +369,7 @@ class Scheduler:
         return plan, StepHooks(after_layer, partial(allowed_bits, grammars))
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Count a step's tokens as in flight, as the step is about to be launched.
+        """Count a step's tokens as in flight, because the step is about to be launched.
 
         At most two steps are in flight; each ends with `update`.
         """
@@ -496,7 +496,7 @@ class Scheduler:
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Start requests whose prompt KV has arrived.
 
-        They come first, as they already hold blocks.
+        They come first, because they already hold blocks.
         """
         while budget > 0 and len(self._running) < self._max_num_requests:
             request = self._room.peek_arrived()
@@ -626,7 +626,7 @@ class Scheduler:
             size = self.images.limit(request, size)
             if missing == 1:
                 return size
-        if size == 1:  # `_add` does not count single tokens, as most of them are decodes
+        if size == 1:  # `_add` does not count single tokens, because most of them are decodes
             self._num_prefill_tokens_left -= 1
         return size
 

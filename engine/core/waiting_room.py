@@ -57,7 +57,7 @@ class WaitingQueue:
         self._requests.append(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a preempted request at the front, as it ran before all waiting requests."""
+        """Queue a preempted request at the front, because it ran before all waiting requests."""
         self._requests.appendleft(request)
 
     def peek(self) -> Request | None:

@@ -100,8 +100,8 @@ class OtherRanks:
     def answers(self, deadline: float) -> list[Any]:
         """Return the next answer of each rank; raise the exception of a rank, or TimeoutError.
 
-        An AdapterError is raised after all ranks have answered, as all ranks continue after this
-        error.
+        An AdapterError is raised after all ranks have answered, because all ranks continue after
+        this error.
         """
         values, problem = list[Any](), None
         for rank in self.ranks:
@@ -115,7 +115,7 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
-        """End the other ranks if the block raises, as they would wait for this rank forever."""
+        """End the other ranks if the block raises, because they would wait for this rank forever."""
         try:
             yield
         except (CollectiveError, OSError) as error:
@@ -264,7 +264,7 @@ class RanksExecutor:
         """Do nothing: ranks lend no cores to other nodes."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Return False, as ranks do not populate memory ahead."""
+        """Return False, because ranks do not populate memory ahead."""
         return False
 
     def check_health(self) -> None:

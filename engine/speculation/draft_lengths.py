@@ -127,7 +127,7 @@ class DraftingCosts:
         """Return the seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
 
         A number of drafts costs at most as much as any larger measured number, and at most in
-        proportion to any smaller one, as the first draft is the most expensive. So a number of
+        proportion to any smaller one, because the first draft is the most expensive. So a number of
         drafts whose time was measured in a slow moment, or before a tape was recorded, is tried
         again. All costs are 0 at first, so that drafts are tried.
         """
@@ -258,8 +258,8 @@ def choose_num_drafts(
 class Trials:
     """Decides when to retry drafting after drafting stopped paying off, at growing intervals.
 
-    Trials may take only a small share of all time, as a drafter with many unread tokens may take as
-    long as many steps.
+    Trials may take only a small share of all time, because a drafter with many unread tokens may
+    take as long as many steps.
     """
 
     def __init__(self) -> None:

@@ -262,7 +262,7 @@ class Speculation:
         }
 
     def _forget_ended(self, requests: Mapping[str, Request]) -> None:
-        """Drop ended requests' data from time to time, as most requests end without a call."""
+        """Drop ended requests' data from time to time, because most requests end without a call."""
         if max(len(self._known), len(self._proposed)) <= 2 * len(requests) + _SPARE:
             return
         for request_id, request in list(self._known.items()):

@@ -26,9 +26,9 @@ from engine.worker.inputs.three_axes import RotaryPositions
 class InputBatch:
     """Persistent host buffers (pinned with a GPU), and their copies on the device.
 
-    There are two sets of buffers, as one step may be prepared while the previous one runs. A row of
-    block ids and parameters belongs to one request until a plan assigns it to another. A token that
-    the running step samples is not known on the host; the next step reads the token from
+    There are two sets of buffers, because one step may be prepared while the previous one runs. A
+    row of block ids and parameters belongs to one request until a plan assigns it to another. A
+    token that the running step samples is not known on the host; the next step reads the token from
     ``last_tokens`` on the device.
 
     Args:

@@ -181,7 +181,7 @@ class ModelRunner:
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
             launched = self._launched_step(prepared, token_ids, prompt_logprobs, started_at)
-            token_ids = token_ids.clamp(min=0)  # valid ids, as the next step embeds them
+            token_ids = token_ids.clamp(min=0)  # valid ids, because the next step embeds them
         else:
             launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at

@@ -105,8 +105,8 @@ class Worker:
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
         # Run ahead by default only on a GPU: on a CPU, scheduling would slow the forward. Pipeline
-        # stages must run ahead, as each stage computes a step while the previous stage computes the
-        # next step.
+        # stages must run ahead, because each stage computes a step while the previous stage
+        # computes the next step.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
@@ -209,11 +209,11 @@ class Worker:
         Returns the packed size in bytes; raises AdapterError.
         """
         assert self._adapters is not None, "max_adapters is 0"
-        with on_one_thread():  # on one thread, as all other threads compute steps
+        with on_one_thread():  # on one thread, because all other threads compute steps
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core inside this context, as the calling thread computes.
+        """Lend no core inside this context, because the calling thread computes.
 
         Safe from any thread.
         """
@@ -284,7 +284,7 @@ class Worker:
                 or layers would be computed or cached in another way than those of the old weights.
         """
         make_current(self.device)
-        with on_one_thread():  # on one thread, as all other threads compute steps
+        with on_one_thread():  # on one thread, because all other threads compute steps
             check_finite(folder, ModelConfig.from_folder(folder))
             model = self._load_model(folder, is_kept=is_kept)
             if describe_weights(self.config.weights, self._packer, model) != self.linear_weights:

@@ -605,7 +605,7 @@ def _rounded_blocks(blocks: Tensor) -> Tensor:
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """View float8 as bytes, as torch supports few operations on float8."""
+    """View float8 as bytes, because torch supports few operations on float8."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 

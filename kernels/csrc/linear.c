@@ -134,7 +134,7 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
     const linear_call *c, int64_t panel, const void *then, row_blocks b, int64_t begin, int64_t end,     \
         const void *packed, float *tiles, unfinished *left
 
-#define ORDERED 4 /* rows that are read side by side; more are slow, as prefetchers follow few streams */
+#define ORDERED 4 /* rows that are read side by side; more are slow, because prefetchers follow few streams */
 
 /* Copy rows [begin, end) of a chunk of x to [step][row of the chunk][HALVES]. */
 static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, int64_t begin,

@@ -1,6 +1,6 @@
 /* Softmax: turns a row's scores into weights, and joins spans of keys, with equal bits for all callers.
  *
- * These functions are not inline, as a compiler may fuse a product with either of two sums, and would choose
+ * These functions are not inline, because a compiler may fuse a product with either of two sums, and would choose
  * differently in different callers.
  * Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Refuses to know: queries and keys.
  */

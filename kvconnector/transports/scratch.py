@@ -4,8 +4,8 @@
     row 1 + slot   one peer's pattern
 
 Scratch memory holds no KV blocks, so a dead peer's late write can only make another peer's test
-fail, as the patterns differ. Transports that can refuse writes prevent this failure, too: only the
-peer to which a slot was given may write to it.
+fail, because the patterns differ. Transports that can refuse writes prevent this failure, too: only
+the peer to which a slot was given may write to it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from loadtest.targets.base import TargetError, TargetOptions
 NUM_READERS = 8
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a request in the load with one reader
 SHORT_INPUT_TOKENS = 128  # prompt tokens of each request in the load with several readers
-_DRAIN_TIMEOUT_S = 120.0  # seconds that an answer may take, as machines may be slow
+_DRAIN_TIMEOUT_S = 120.0  # seconds that an answer may take, because machines may be slow
 # Maximum number of seconds of lag of the load generator, which shares the machine with the server
 _MAX_LAG_S = 0.05
 _METRICS_TIMEOUT_S = 10.0

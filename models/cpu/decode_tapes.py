@@ -45,7 +45,7 @@ class _Taped:
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
-        """Return copies of the latest results, as the next run overwrites the originals."""
+        """Return copies of the latest results, because the next run overwrites the originals."""
         return tuple(result.clone() for result in self.results)
 
 
@@ -53,7 +53,7 @@ class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
 
     A shape is taped when it occurs in two successive steps, so that changing batches are not taped.
-    A small shape is taped if it recurs soon, as drafters alternate between few sizes. The most
+    A small shape is taped if it recurs soon, because drafters alternate between few sizes. The most
     recently used tapes are kept.
 
     Args:

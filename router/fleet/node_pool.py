@@ -172,7 +172,7 @@ class NodePool:
 
     @property
     def max_prompt_len(self) -> int:
-        """Maximum number of tokens, plus 1, of a prompt that is not handed over; see `max_model_len`."""
+        """Maximum length, plus 1, of a prompt that is not handed over; see `max_model_len`."""
         fleet = self.prompt_fleet
         limit = self.vocabulary.max_model_len
         return min(fleet.max_model_len, limit) if fleet else self.max_model_len
@@ -428,7 +428,7 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
-            # Shorten the text, as one is kept per pair; escape what could control a terminal.
+            # Shorten the text, because one is kept per pair; escape what could control a terminal.
             problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
             event = dataclasses.replace(event, problem=problem)
             node.reports[event.engine_id] = event

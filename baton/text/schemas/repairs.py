@@ -109,7 +109,8 @@ class _Repairs:
         return {
             key: self._value(key, value, f"{path}/{key}", inner)
             for key, value in schema.items()
-            if key not in ANNOTATIONS  # annotations are dropped, as they can be most of a schema
+            # Annotations are dropped, because they can be most of a schema
+            if key not in ANNOTATIONS
         }
 
     def _value(self, key: str, value: Any, path: str, beside: Any) -> Any:

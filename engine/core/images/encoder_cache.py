@@ -104,7 +104,7 @@ class EncoderCache:
             self._free[digest] = None
 
     def release_all(self, request_id: str) -> None:
-        """Release all encodings that a request holds, as it has left the batch."""
+        """Release all encodings that a request holds, because it has left the batch."""
         for digest, holder in list(self._held_by.get(request_id, ())):
             self.release(digest, holder)
 

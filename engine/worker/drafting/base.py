@@ -148,7 +148,7 @@ class DraftChooser:
     def pop_distributions(self, step: DraftingStep) -> dict[int, Floats]:
         """Return and forget the distributions of a step's drafts, by index of the sampled token.
 
-        Drafts made by another node are left out, as their distributions are unknown.
+        Drafts made by another node are left out, because their distributions are unknown.
         """
         found: dict[int, Floats] = {}
         offset = sampled = 0

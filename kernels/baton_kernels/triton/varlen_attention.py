@@ -142,7 +142,7 @@ def varlen_attention(
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    diagonal = start  # mask all keys, as each row has a different window
+    diagonal = start  # mask all keys, because each row has a different window
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
         diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE

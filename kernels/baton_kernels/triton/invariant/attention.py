@@ -46,7 +46,8 @@ MOST_PARTS = 16  # maximum number of parts of one query
 _NO_WINDOW = 2**31 - 1
 
 # Tiles by padded head size, for 16-bit numbers. A matrix product on 9.0 has at least 64 rows. All
-# GPUs use the same tiles, as other tiles give other bits; so all tiles must fit the 99 KiB of 8.6.
+# GPUs use the same tiles, because other tiles give other bits; so all tiles must fit the 99 KiB of
+# 8.6.
 _ROWS = 64
 _TILES = {
     16: TileSize(64, 4, 5),
