@@ -407,7 +407,7 @@ class EngineConfig:
 
     @property
     def num_lookahead_drafts(self) -> int:
-        """Maximum number of drafts that the model's own step computes; 0: others make the drafts."""
+        """Maximum number of drafts that the model's own step makes; 0: others make drafts."""
         return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
 
     @property

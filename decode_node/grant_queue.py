@@ -7,7 +7,8 @@ block is arriving already:
        ^           |
        '-- waiters of a transfer that brings their next missing block
 
-Waiting requests hold no blocks, so they cannot block each other. Refuses to know: peers, messages.
+Waiting requests do not hold any blocks, so they cannot block each other. Refuses to know: peers,
+messages.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         await cluster.kill("sim-d3")
         await cluster.restart("sim-d3")
 
-Nodes to be paired must be in one cluster, as KV transfers use no network.
+Nodes to be paired must be in one cluster, because KV transfers do not use the network.
 """
 
 from __future__ import annotations

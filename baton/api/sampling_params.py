@@ -62,8 +62,9 @@ class SamplingParams:
             distribution, before all changes above.
         structured_output: form of the output. An end-of-sequence token is drawn only where the
             output may end, and ends it despite ``ignore_eos``. Where nothing may follow, the output
-            ends by itself, even before ``min_tokens``. If bans leave no token that fits, the
-            request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the output.
+            ends by itself, even before ``min_tokens``. If bans do not leave any token that fits,
+            the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the
+            output.
         thinking: the thought before the answer and its token limits. A ``structured_output`` then
             begins after the thought.
         prompt_logprobs: like ``logprobs``, for each prompt token given the tokens before; the first

@@ -1,7 +1,7 @@
 """AdminAnswers: a node's answers to operators' questions, over its link to a router.
 
-An answer is sent in parts, and a part only when no event waits, so a large ledger delays no tokens.
-Each part is a message; all parts merged are the answer.
+An answer is sent in parts, and a part only when no event waits, so a large ledger does not delay
+any tokens. Each part is a message; all parts merged are the answer.
 """
 
 from __future__ import annotations

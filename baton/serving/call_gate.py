@@ -85,7 +85,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         access: decides who may call.
         anybody: principal of callers without credentials; see `Access.principal_of`.
         stall_timeout_s: ends a stream whose client reads nothing for this long.
-        check_load: raises if the server accepts no requests; called before a message is read.
+        check_load: raises if the server does not accept requests; called before a message is
+            read.
         access_log: logs clients' calls.
         tracing: decides which calls are traced; None: no calls.
     """
@@ -253,7 +254,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _open(handler: Handler) -> Handler:
-    """Wrap the handler of an open method, so that unreadable messages leave no log entries."""
+    """Wrap the handler of an open method, so that unreadable messages are not logged."""
     answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler

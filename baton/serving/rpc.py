@@ -42,7 +42,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A machine that vanishes closes no connection, so pings check it while a call is open.
+    # A machine that vanishes does not close any connection, so pings check it while a call is open.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]

@@ -1,4 +1,4 @@
-"""The contract of proposers: right or wrong, their drafts change no token."""
+"""The contract of proposers: right or wrong, their drafts do not change any token."""
 
 from __future__ import annotations
 

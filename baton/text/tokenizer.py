@@ -195,7 +195,8 @@ class Tokenizer:
         try:
             return chosen.render(with_tools(messages, tools), options=template_options)
         except InvalidRequestError:
-            # Some templates accept no system message; a client that sent one gets the error.
+            # Some templates do not accept any system message; a client that sent one gets the
+            # error.
             if messages and messages[0].get("role") == "system":
                 raise
         told = with_tools(messages, tools, in_system_message=False)

@@ -103,7 +103,7 @@ class Drafts:
 
     def start(self, request: Request) -> None:
         """Decide whether the drafter reads a request that starts in this step."""
-        if request.pooling is not None:  # the only output token follows no draft
+        if request.pooling is not None:  # the only output token does not follow any draft
             request.cache_class = UNREAD
             return
         # A prefill node gives each request a limit of one token. The decode node makes drafts for
@@ -143,7 +143,8 @@ class Drafts:
         Enough means that every request of the step can still get a block for its next token. No
         block is needed after the last token of an output.
 
-        Returns the number of drafts per request; 0 if the drafter reads no request of the step.
+        Returns the number of drafts per request; 0 if the drafter does not read any request of the
+        step.
         """
         manager, num_drafts = self._manager, self._num_to_draft
         if not num_drafts or not any(is_drafted_for(item.request) for item in scheduled):

@@ -50,7 +50,7 @@ class EngineMetrics:
         blocks_evicted_total: cached blocks that were evicted, to be allocated again.
         blocks_used_peak: maximum number of blocks in use at a time.
         kv_slots_held: tokens that the blocks of open requests have room for.
-        kv_slots_unfilled: token slots among these that hold no known token.
+        kv_slots_unfilled: token slots among these that do not hold any known token.
         residency: how long blocks kept their cached contents.
         received_prompt_tokens_total: prompt tokens whose KV a remote node wrote.
         step_tokens_total: tokens that steps computed, of prompts and outputs.

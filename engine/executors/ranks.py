@@ -115,7 +115,7 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
-        """End the other ranks if the block raises, because they would wait for this rank forever."""
+        """End the other ranks if the block raises; they would wait for this rank forever."""
         try:
             yield
         except (CollectiveError, OSError) as error:

@@ -152,7 +152,7 @@ class LLM:
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             priority: order among requests, for all prompts or one per prompt: smaller goes first.
-                Needs ``scheduling_policy="priority"``. Priorities change no token.
+                Needs ``scheduling_policy="priority"``. Priorities do not change any token.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -237,7 +237,8 @@ class LLM:
             adapter: name of a loaded adapter.
 
         Raises:
-            InvalidRequestError: the model makes no embeddings, or an input is outside its limit.
+            InvalidRequestError: the model does not make embeddings, or an input is outside its
+                limit.
         """
         digest = self.adapter_digest(adapter)
         return self._pooling.embed(
@@ -261,7 +262,7 @@ class LLM:
             instruction: for rerankers, the task description; empty: the checkpoint's default.
 
         Raises:
-            InvalidRequestError: the model makes no scores, or a text is outside its limit.
+            InvalidRequestError: the model does not make scores, or a text is outside its limit.
         """
         pairs = pairs_of(queries, documents)
         digest = self.adapter_digest(adapter)

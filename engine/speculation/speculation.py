@@ -33,7 +33,7 @@ from engine.speculation.draft_lengths import (
 
 # Maximum number of steps between choices while the number of requests stays equal.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
-# steps without drafts that pay off, after which the drafter reads no new requests
+# steps without drafts that pay off, after which the drafter does not read any new requests
 _NONE_FOR_LONG = 64
 _LOOK_RARELY = 4  # when no drafts pay for long, one of this many updates is made
 _ONE_MORE_AFTER = 128  # steps with fewer than all drafts before one more is tried

@@ -172,7 +172,7 @@ class Worker:
 
     def _make_runner(self, loaded: LoadedModel, drafter: AnyDrafter | None) -> ModelRunner:
         memory, rejects = self.kv_memory, self.config.draft_acceptance == "rejection"
-        if getattr(drafter, "state_layers", ()):  # graphs keep no states between layers
+        if getattr(drafter, "state_layers", ()):  # graphs do not keep states between layers
             loaded = replace(loaded, config=replace(loaded.config, cuda_graphs=False))
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(

@@ -34,7 +34,7 @@ INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t
     for (int r = 0; r < rows; r++) {
         top[r] = largest_lane(largest[r]) * scale; /* also the largest scaled score, as rounding keeps order */
         if (!(top[r] > s->states[row + r].top)) top[r] = s->states[row + r].top;
-        base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* 0 if the row sees no key */
+        base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* 0 if the row does not see any key */
     }
     for (int64_t i = 0; i < num; i += LANES) {
         char *to = halves + i / HALVES * s->step + i % HALVES * 2;

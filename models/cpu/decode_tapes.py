@@ -172,7 +172,7 @@ def _static_group(group: GroupStep) -> GroupStep:
 
 
 def _static_states(metadata: StateMetadata) -> StateMetadata:
-    """Copy metadata without write slots, so that computing with the copy changes no state.
+    """Copy metadata without write slots, so that computing with the copy does not change any state.
 
     Recording computes a step, and a run computes it again; states must advance only once.
     """

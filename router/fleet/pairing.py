@@ -72,7 +72,7 @@ def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> i
     for node in nodes:
         is_prefill = node.registration.role is NodeRole.PREFILL
         for engine_id, report in node.reports.items():
-            # Reports on incompatible nodes contain no engine id.
+            # Reports on incompatible nodes do not contain any engine id.
             if report.engine_id and not report.connected:
                 ends = (node.engine_id, engine_id)
                 down.add(ends if is_prefill else ends[::-1])

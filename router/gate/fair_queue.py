@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from router.gate.ticket import Ticket, charge_of
 
-# A tenant without requests for this many seconds is inactive; other tenants leave no room for it.
+# A tenant without requests for this many seconds is inactive; other tenants do not leave any room
+# for it.
 ACTIVE_S = 60.0
 _MAX_STALE = 64  # stale heap entries allowed beyond the number of live entries
 

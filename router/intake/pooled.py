@@ -315,7 +315,7 @@ class PooledRequests:
 
     @property
     def _num_at_once(self) -> int:
-        """Maximum number of calls of a request at once, within the caller's limit of open requests."""
+        """Maximum number of a request's concurrent calls, within the caller's limit."""
         of_key = self._terms.principal.limits.max_open_requests
         limit = of_key or self._intake.admission.options.max_open_requests_per_client
         return min(_AT_ONCE, limit) if limit and self._terms.principal.name else _AT_ONCE

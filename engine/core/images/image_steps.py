@@ -94,7 +94,7 @@ class ImageSteps:
             images.remove_user(request.request_id)
 
     def forget_all(self) -> None:
-        """Drop all encodings, because the workers may have lost them; call while no request is open."""
+        """Drop all encodings, which the workers may have lost; call while no request is open."""
         self._encode.clear()
         for digest in list(self.cache):
             self.cache.remove(digest)

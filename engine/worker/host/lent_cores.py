@@ -7,7 +7,7 @@
 The borrower reads byte 0 before each multi-threaded part of a step, and leaves the cores if the
 byte is 1. An owner with new work waits until that part has ended, some milliseconds. Without the
 wait, where Linux schedules by session, a thread on a borrowed core may not run for a second. Locks
-end with their process, so a dead node leaves no lock.
+end with their process, so a dead node does not leave any lock.
 
 Refuses to know: the computation, nodes.
 """

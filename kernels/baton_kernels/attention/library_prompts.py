@@ -44,7 +44,7 @@ class LibraryPrompts:
         return cls.make_library.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; both plan a prompt, because heads decide who computes."""
+        """Implement ``AttentionBackend.plan``; both plan; heads decide which one computes."""
         self._uses_library = metadata.max_query_len > 1
         if self._uses_library:
             self._library.plan(metadata)

@@ -161,7 +161,7 @@ def sink_weights(sinks, heads, present, highest):
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """Return each row's softmax divisor (1 if it sees no key); if the part is whole, add sinks."""
+    """Return each row's softmax divisor (1 for a row without keys); add sinks to a whole part."""
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)

@@ -1,9 +1,9 @@
 """Identity: proves a node's identity on KV connections, and checks peers' proofs.
 
 Without certificate files, a node makes its own key and certificate at start. Peers get the
-certificate with the node's peer info, through the router, and accept no other certificate. Nothing
-has to be set up. With files, both ends verify the chain to the CA, and compare the certificate's
-name with the name in the peer info.
+certificate with the node's peer info, through the router, and do not accept any other certificate.
+Nothing has to be set up. With files, both ends verify the chain to the CA, and compare the
+certificate's name with the name in the peer info.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            # The node sends events but reads no commands
+            # The node sends events but does not read commands
             if outgoing.qsize() > MAX_QUEUED_COMMANDS:
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():

@@ -97,7 +97,7 @@ class Dialect(Protocol):
         ...
 
     def chunk(self, index: int, delta: TextDelta) -> Choice:
-        """Return the next piece of an output, even if it adds no text.
+        """Return the next piece of an output, even if it does not add any text.
 
         Each piece makes a chunk, because clients measure token times between chunks.
         """

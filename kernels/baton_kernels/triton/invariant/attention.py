@@ -89,7 +89,8 @@ def weigh(highest, total, acc, lse, values):
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
         total: ``[M]``, the sum of the parts' weights relative to ``highest``.
         acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
-        lse: ``[M]``, log2 of the part's sum of weights; -inf if a row sees no key of the part.
+        lse: ``[M]``, log2 of the part's sum of weights; -inf if a row does not see any key of the
+            part.
         values: ``[M, D]``, the part's result.
     """
     new_highest = tl.maximum(highest, lse)

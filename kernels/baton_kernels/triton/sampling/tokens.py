@@ -1,6 +1,6 @@
 """Sample one token per row without a sort: top-k, top-p, min-p and seeded Gumbel-max noise.
 
-There are always three launches, and the host reads no result, so a CUDA graph can hold the
+There are always three launches, and the host does not read any result, so a CUDA graph can hold the
 launches.
 
     partials   reads every token: best score, total weight, best logit of each group of tokens
