@@ -176,7 +176,8 @@ class Tokenizer:
     ) -> str:
         """Return the text that `encode_chat` tokenizes; raises the same errors.
 
-        If the template knows no tools, they are put into messages (`baton/text/tool_prompt.py`).
+        If the template does not know tools, they are put into messages
+        (`baton/text/tool_prompt.py`).
         """
         chosen = self.chat_template
         if template is not None:

@@ -251,7 +251,7 @@ class RanksExecutor:
         return 0  # packing uses collective sums, which must not mix with a step's sums
 
     def keep_cores(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: ranks lend no cores to other nodes."""
+        """Do nothing: ranks do not lend cores to other nodes."""
         return contextlib.nullcontext()
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
@@ -261,7 +261,7 @@ class RanksExecutor:
         return {rank.rank: rank.beside for rank in self._others.ranks}
 
     def rest(self) -> None:
-        """Do nothing: ranks lend no cores to other nodes."""
+        """Do nothing: ranks do not lend cores to other nodes."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
         """Return False, because ranks do not populate memory ahead."""

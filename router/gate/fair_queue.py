@@ -11,7 +11,7 @@ returning tenant starts at the current virtual time: it cannot save up. The cost
 the request ends. Requests with negative priority begin before other tenants' requests and are
 charged too.
 
-The queue knows no nodes, clients or refusals. Each request is pushed, begun and ended once.
+The queue does not know nodes, clients or refusals. Each request is pushed, begun and ended once.
 """
 
 from __future__ import annotations

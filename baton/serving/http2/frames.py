@@ -4,7 +4,7 @@ gRPC's core accepts headers of any length, and answers every SETTINGS and PING b
 code learns of a call. So the guard reads first. Header blocks and control frames pass if they are
 complete and within limits; the bytes of messages pass unread. Frames that break a rule end the
 connection; frames that come too fast wait. While a call waits for its turn, PING and WINDOW_UPDATE
-overtake it. The guard does no I/O, and knows no gRPC.
+overtake it. The guard does no I/O, and does not know gRPC.
 """
 
 from __future__ import annotations

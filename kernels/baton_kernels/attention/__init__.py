@@ -1,6 +1,6 @@
 """Attention backends: their table, and the choice for a device.
 
-Refuses to know: how any backend works, models. Importing this imports no backend.
+Refuses to know: how any backend works, models. Importing this package does not import any backend.
 """
 
 from __future__ import annotations
