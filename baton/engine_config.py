@@ -97,6 +97,12 @@ class EngineConfig:
         most=MAX_RANKS,
         help="Stages that share the model's layers; each stage has --tensor-parallel-size ranks.",
     )
+    pipeline_layers: str = option(
+        "",
+        help="Number of layers of each pipeline stage, first stage first, such as 8,4; by default "
+        "equal numbers. The last stage also computes logits, which takes as long as some layers "
+        "when tokens are decoded.",
+    )
     executor: str = option(
         "auto",
         choices=EXECUTOR_NAMES,
@@ -234,8 +240,9 @@ class EngineConfig:
     attention_backend: str = option("auto", help="Attention backend: its name, or auto.")
     async_scheduling: bool | None = option(
         None,
-        help="Schedule a step while the previous one runs; the tokens stay the same. By default "
-        "on if the device computes asynchronously (a GPU).",
+        help="Schedule a step while the previous one runs, and with pipeline stages as many steps "
+        "as stages; the tokens stay the same. By default on if the device computes asynchronously "
+        "(a GPU), or there are several stages.",
     )
     max_adapters: int = option(
         0,
@@ -359,6 +366,7 @@ class EngineConfig:
                 f"{self.tensor_parallel_size} and pipeline_parallel_size "
                 f"{self.pipeline_parallel_size}"
             )
+        self._check_layers()
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"
@@ -368,6 +376,17 @@ class EngineConfig:
             raise ConfigError("draft_acceptance: batch_invariant wants equality, got rejection")
         if self.speculative_method in DRAFTERS:
             self._check_drafter()
+
+    def _check_layers(self) -> None:
+        parts = self.pipeline_layers.split(",") if self.pipeline_layers else []
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            got = repr(self.pipeline_layers)
+            raise ConfigError(f"pipeline_layers: must be numbers above 0 such as 8,4, got {got}")
+        if parts and len(parts) != self.pipeline_parallel_size:
+            raise ConfigError(
+                f"pipeline_layers: must have one number for each of the "
+                f"{self.pipeline_parallel_size} stages of pipeline_parallel_size, got {len(parts)}"
+            )
 
     def _check_drafter(self) -> None:
         method = self.speculative_method
@@ -392,6 +411,16 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Number of workers that share the model, each in its own process."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Number of layers of each pipeline stage; empty: equal numbers."""
+        return tuple(map(int, filter(None, self.pipeline_layers.split(","))))
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Most steps that are launched before the oldest one has ended."""
+        return max(self.pipeline_parallel_size, 2)
 
     @property
     def leader(self) -> int:

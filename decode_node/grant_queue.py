@@ -76,7 +76,7 @@ class GrantQueue:
                 continue
             if self._is_refused(key):
                 return None
-            num_cached, lacking = self._engine.find_initial_prefix(request)
+            num_cached, lacking = self._engine.kv_cache_manager.find_initial_prefix(request)
             brings = self._coming.get(lacking[0]) if lacking else None
             if brings is not None:
                 del self._waiting[0]

@@ -34,10 +34,9 @@ from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
-from node_runtime.adapter_queue import AdapterQueue
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +64,7 @@ class DecodeNode:
         options: options of decode nodes.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: adapters are not read
-            from files.
+        inbox: queue of commands; None: one that reads no files of adapters.
     """
 
     def __init__(
@@ -77,16 +75,16 @@ class DecodeNode:
         options: DecodeOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
         traces: DecodeTraces | None = None,
-        adapters: AdapterQueue | None = None,
+        inbox: Inbox[DecodeCommand] | None = None,
     ) -> None:
         self.engine = engine
-        self._adapters = adapters or AdapterQueue(engine, clock=clock)
         self.receiver = receiver
         self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
         self._traces = traces or DecodeTraces(None, clock)
         self._options = options
-        self._inbox, self._outbox = Inbox(DecodeCommand, clock, self._adapters), Outbox(emit)
+        self._inbox = inbox or Inbox(DecodeCommand, engine, clock)
+        self._outbox = Outbox(emit)
         self._jobs: dict[str, _Job] = {}
         self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes
 
@@ -120,7 +118,7 @@ class DecodeNode:
         statuses = [request.status for request in requests]
         num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
         num_running = statuses.count(RequestStatus.RUNNING)
-        num_held = self._adapters.num_waiting
+        num_held = self._inbox.num_waiting
         return NodeBeat(
             num_waiting=len(statuses) - num_parked - num_running + num_held,
             num_waiting_for_remote_kvs=num_parked,
@@ -130,7 +128,7 @@ class DecodeNode:
             num_transfers=self.reservations.num_transfers,
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
-            adapter_load_s=self._adapters.load_s,
+            adapter_load_s=self._inbox.adapter_load_s,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests
@@ -205,8 +203,8 @@ class DecodeNode:
         """Return whether so much of a prompt is cached that the request can start at once."""
         if not self._options.local_prefill_threshold:
             return False
-        num_cached = self.engine.num_usable_cached_tokens(request)
-        if request.images is not None and not request.images.may_compute_from(num_cached):
+        num_cached = self.engine.kv_cache_manager.num_usable_cached_tokens(request)
+        if not request.can_compute_from(num_cached):
             return False
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
@@ -225,7 +223,7 @@ class DecodeNode:
         (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)
         limit, has_any = self._options.max_step_stretch, bool(self._prefill_nodes)
         if limit and has_any != had_any:
-            self.engine.limit_stretch(limit if has_any else None)
+            self.engine.figures.limit_stretch(limit if has_any else None)
 
     # ------------------------------------------------------------------ results
 
@@ -260,7 +258,7 @@ class DecodeNode:
                 job.first_step_s = now - job.reservation.committed_at
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
             if output.finish_reason is not None:
-                receipt = _receipt(job, self.engine.why_drafts(job.request))
+                receipt = _receipt(job, self.engine.features.why_drafts(job.request))
                 self._drop_job(output.request_id, receipt=receipt)
                 logger.debug(
                     "ended (%s) after %d tokens",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from baton.link.words import NodeEvent, NodeRole
+from baton.link.words import DecodeCommand, NodeEvent, NodeRole
 from baton.text.grammar_trials import EarlyGrammars
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
 from decode_node.spans import DecodeTraces
 from kvconnector.ends import Receiver
+from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 
@@ -23,7 +24,7 @@ def make_program(
 ) -> NodeProgram:
     """Load a decode node and start its threads; see `make_threads`."""
 
-    def make_node(parts: NodeParts) -> tuple[DecodeNode, Receiver]:
+    def make_node(parts: NodeParts) -> tuple[DecodeNode, Receiver, None]:
         receiver = Receiver(
             parts.transport, on_event=parts.wake, on_death=parts.on_death, digests=parts.digests
         )
@@ -34,8 +35,8 @@ def make_program(
             parts.emit,
             options.decode,
             traces=DecodeTraces(parts.spans, time.monotonic),
-            adapters=parts.adapters,
+            inbox=Inbox(DecodeCommand, parts.engine, adapters=parts.adapters),
         )
-        return node, receiver
+        return node, receiver, None
 
     return make_threads(NodeRole.DECODE, options, make_node, emit, on_death, grammars)

@@ -6,7 +6,7 @@
 Parks requests, grants blocks, and applies transfer events. A prefill node sends `Start` once it
 computes a request's prompt, and may write after the grant. `Quiet` says that it writes no more for
 this request. Blocks that a peer may still write after a request's end go into quarantine
-(`decode_node/quarantine.py`). Refuses to know: RPCs, tensors.
+(`node_runtime/quarantine.py`). Refuses to know: RPCs, tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from baton.api.outputs import PushReceipt
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from decode_node.grant_queue import GrantQueue, Key
 from decode_node.options import DecodeOptions
-from decode_node.quarantine import Quarantine
 from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import (
@@ -34,6 +33,7 @@ from kvconnector.base import (
 )
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
+from node_runtime.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Reservations:
         self._engine = engine
         self._receiver = receiver
         self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
-        self.quarantine = Quarantine(engine, receiver, clock)
+        self.quarantine = Quarantine(engine.block_pool, receiver, clock)
         self._grants = GrantQueue(
             engine,
             max_requests=options.max_receiving_requests,
@@ -337,8 +337,8 @@ class Reservations:
         self._outcomes[outcome] += 1
         reservation.state = ReservationState.QUARANTINED
         if reservation.block_ids:
-            reservation.block_ids = self._engine.keep_received(
-                key[0], reservation.num_received_tokens
+            reservation.block_ids = self._engine.kv_cache_manager.keep_received(
+                reservation.request, reservation.num_received_tokens
             )
         # A `Start` that arrives later finds the request in `_ended`.
         if reservation.start_is_received and not quiet:

@@ -19,11 +19,13 @@ from engine.core.scheduler import Scheduler
 from engine.engine import Engine
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor
+from engine.features import Features
 from engine.images.image_inputs import ImageInputs
 from engine.images.pixel_maker import PixelMaker
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
+from models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +87,28 @@ def make_engine(
         encoder_cache_tokens=config.encoder_cache_tokens,
         max_num_encoder_input_tokens=config.max_num_encoder_input_tokens
         or config.max_num_batched_tokens,
+        num_stages=config.pipeline_parallel_size if executor.runs_ahead else 1,
+        keeps_images_whole=bool(model.whole_image_layers),
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
-    images = ImageInputs()
+    images = None
     if layout is not None and model.vision is not None:
         compatibility["images"] = "on"  # positions of later tokens may depend on images
-        images = ImageInputs(layout, PixelMaker(model_folder), config.encoder_cache_tokens)
-    return Engine(executor, scheduler, compiler, speculation, compatibility, images)
+        images = _image_inputs(model_folder, layout, config, model)
+    features = Features(scheduler, compiler, images, speculation)
+    return Engine(executor, scheduler, features, compatibility)
+
+
+def _image_inputs(
+    model_folder: Path, layout: ImageLayout, config: EngineConfig, model: ModelConfig
+) -> ImageInputs:
+    """Return the intake of images. Every image must fit where it is computed."""
+    most_in_a_step = None
+    if model.whole_image_layers:
+        # Requests that decode in the same step take one token each.
+        most_in_a_step = config.max_num_batched_tokens - config.max_num_requests + 1
+    pixels = PixelMaker(model_folder)
+    return ImageInputs(layout, pixels, config.encoder_cache_tokens, most_in_a_step)
 
 
 def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | None:

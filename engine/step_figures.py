@@ -14,6 +14,7 @@ from engine.core.metrics import EngineMetrics, by_sign
 from engine.core.outputs import SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor
+from engine.step_log import StepLog
 from engine.step_stretch import StepStretch
 from models.work import model_work
 
@@ -32,10 +33,12 @@ class StepFigures:
 
     Attributes:
         num_steps: steps that computed something and have ended.
+        log: debug lines of the steps.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.num_steps = 0
+        self.log = StepLog(scheduler, executor.config.max_num_requests)
         self._scheduler, self._config = scheduler, executor.config
         most_beside = executor.config.prefill_tokens_beside_decodes
         self._least_beside = max(most_beside // _LEAST_PART, 1)
@@ -66,7 +69,14 @@ class StepFigures:
         counters.experts_read += self._work.expert_share(num_tokens)
 
     def limit_stretch(self, limit: float | None) -> None:
-        """Set the limit of steps with prompts; see `Engine.limit_stretch`."""
+        """Limit the time of steps that decode and compute prompts, relative to decode-only steps.
+
+        Steps with drafts are not measured.
+
+        Args:
+            limit: longest such step, as a multiple of a decode-only step; above 1. None: only
+                ``prefill_tokens_beside_decodes`` limits them.
+        """
         self._stretch = None if limit is None else StepStretch(limit, self._least_beside)
 
     def num_beside_decodes(self) -> int:
@@ -123,6 +133,7 @@ class StepFigures:
             accepted_drafts_total=sum(counters.accepted_drafts_by_place),
             accepted_drafts_by_place=tuple(counters.accepted_drafts_by_place),
             images_encoded_total=counters.images_encoded,
+            encodings_received_total=counters.encodings_received,
             encoder_cache_hits_total=counters.encoder_cache_hits,
             encoder_seconds_total=counters.encoder_s,
         )

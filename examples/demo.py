@@ -280,9 +280,9 @@ def show_model(talk: Talk) -> None:
     talk.ask_with_tool("result", [*messages, message, result], must_call=False)
 
     talk.scene("a long prompt: its KV travels while it is computed")
-    page = (ROOT / "LICENSE").read_text(encoding="utf-8")[:LONG_PROMPT_CHARACTERS]
-    question = "Which licence is this? Answer in one sentence."
-    talk.line("you", f"(6,000 characters of the file LICENSE) {question}")
+    page = (ROOT / "LICENSE").read_text(encoding="utf-8")[-LONG_PROMPT_CHARACTERS:]
+    question = "Which license is described above? Answer in one sentence."
+    talk.line("you", f"(the last 6,000 characters of the file LICENSE) {question}")
     talk.ask("long", [_user(f"{page}\n\n{question}")])
 
 

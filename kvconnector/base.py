@@ -1,4 +1,4 @@
-"""The messages, events and metrics that nodes exchange with their KV connector.
+"""The messages, events, limits and metrics that nodes exchange with their KV connector.
 
 Knows blocks and peers, but no Request, scheduler or gRPC. The protocol (start, grant, push, commit)
 is written once, in `protocol/`, for all transports (`transports/base.py`).
@@ -7,7 +7,7 @@ is written once, in `protocol/`, for all transports (`transports/base.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated
 
@@ -26,6 +26,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The data that a decode node needs besides the KV to continue a request.
 
+    The record of an encoding has the number of embeddings as ``num_tokens``, and no token.
+
     A node ignores unknown fields, and uses defaults for absent fields. A new field that a node must
     understand needs a new version.
 
@@ -35,12 +37,14 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         token_id: the first output token, which the prefill node sampled.
         draft_token_ids: the prefill node's drafts of the tokens after the first output token.
         adapter: digest of the adapter that computed the KV; empty: the base model.
+        image: digest of the image whose encoding was sent, in hexadecimal; empty: KV was sent.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     token_id: TokenId
     draft_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
     adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    image: Annotated[str, msgspec.Meta(max_length=64)] = ""
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 
@@ -145,12 +149,16 @@ class HandoffMetrics:
         num_quarantined_blocks: blocks of ended requests that a peer may still write (decode node)
             or read (prefill node).
         received_bytes: bytes of committed transfers; 0 on a prefill node.
+        encodings_open: encodings that encode nodes send or may still write; 0 on other nodes.
+        encodings_lost: images that this prefill node encoded because no encoding came.
     """
 
     open: Mapping[str, int]
     ended: Mapping[TransferOutcome, int]
     num_quarantined_blocks: int
     received_bytes: int = 0
+    encodings_open: int = 0
+    encodings_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,3 +185,42 @@ class ConnectorMetrics:
     posting_s: float = 0.0
     wrong_blocks: int = 0
     refused_messages: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PushTotals:
+    """Counts of all blocks, bytes and ranges that one sender has posted, for the metrics."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+    num_descriptors: int = 0
+    posting_s: float = 0.0
+
+    def add_to(self, metrics: ConnectorMetrics) -> ConnectorMetrics:
+        return replace(
+            metrics,
+            sent_bytes=self.num_bytes,
+            sent_blocks=self.num_blocks,
+            descriptors=self.num_descriptors,
+            posting_s=self.posting_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Portions:
+    """Limits of posted bytes for one kind of memory (host or GPU).
+
+    Attributes:
+        write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
+        in_flight_bytes: most bytes in flight to one peer. The I/O thread refills this budget once
+            per round, so it limits a path's bandwidth.
+    """
+
+    write_bytes: int
+    in_flight_bytes: int
+
+
+# A round takes about 0.2 ms, so these limits allow 160 GB/s from host memory, and 1.3 TB/s from
+# GPUs over NVLink.
+HOST_PORTIONS = Portions(write_bytes=8 * 2**20, in_flight_bytes=32 * 2**20)
+DEVICE_PORTIONS = Portions(write_bytes=32 * 2**20, in_flight_bytes=256 * 2**20)

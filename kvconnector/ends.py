@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton.telemetry.round_watch import Rounds
-from kvconnector.base import BlockPush, ConnectorMetrics, KVReservation, TransferEvent
+from kvconnector.base import (
+    DEVICE_PORTIONS,
+    HOST_PORTIONS,
+    BlockPush,
+    ConnectorMetrics,
+    KVReservation,
+    Portions,
+    TransferEvent,
+)
 from kvconnector.io import IoLoop
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess, start_time
@@ -28,7 +36,6 @@ from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.sender import SendMachine
-from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS, Portions
 from kvconnector.transports.base import KVTransport
 
 

@@ -116,6 +116,16 @@ class ModelConfig:
         return any(isinstance(mixer, AttentionSpec) and mixer.sinks for mixer in mixers)
 
     @property
+    def whole_image_layers(self) -> frozenset[int]:
+        """Return the layers in which the embeddings of one image attend to each other."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return frozenset(
+            index
+            for index, mixer in mixers
+            if isinstance(mixer, AttentionSpec) and mixer.whole_images
+        )
+
+    @property
     def rope(self) -> RopeConfig:
         """Return the rotary embedding of all layers, or of the layers without a sliding window."""
         return self.recipe.ropes[0]

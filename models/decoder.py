@@ -203,7 +203,9 @@ class Decoder(Computing):
         """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
         self._ranks = ranks
         self._vocab_start, self._vocab_size = vocab[0], vocab[1] - vocab[0]
-        self._own_layers = range(*stage_layers(len(self.layers), ranks.stage, ranks.num_stages))
+        self._own_layers = range(
+            *stage_layers(len(self.layers), ranks.stage, ranks.num_stages, ranks.stage_layers)
+        )
         if needs_embedding:
             keep_elements(self.embed_tokens, "weight", vocab)
         else:
@@ -236,6 +238,11 @@ class Decoder(Computing):
         if not self._ranks.is_last_stage:
             self._ranks.pass_on(hidden)
         return hidden
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of pipeline stages that share the layers."""
+        return self._ranks.num_stages
 
     def kept_states(self) -> Tensor:
         """Return the latest step's input states of the layers in ``state_layers``."""
@@ -355,8 +362,9 @@ class DecoderForCausalLM(Computing):
             ConfigError: there are more ranks than heads, or stages than layers.
         """
         self._group = group = ranks.group
-        if not ranks.is_first_stage:
+        if not ranks.is_first_stage and self.vision is not None:
             self.vision = None
+            self._ignored += (VISION,)
         vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
         is_tied = self.lm_head is None
         needs_embedding = ranks.is_first_stage or (ranks.is_last_stage and is_tied)

@@ -66,6 +66,7 @@ class AttentionSpec(Part):
         stored_joined: whether checkpoints have query, key and value joined.
         pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE); None:
             dims are stored in halves. Not with ``stored_joined``.
+        whole_images: whether the embeddings of one image attend to each other in both directions.
     """
 
     num_heads: int
@@ -84,6 +85,7 @@ class AttentionSpec(Part):
     output_gate: bool = False
     stored_joined: bool = False
     pair_dims: int | None = None
+    whole_images: bool = False
 
     @property
     def kv(self) -> PagedKV:

@@ -7,6 +7,7 @@ the node's deltas and reports -> Outbox -> router
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -29,7 +30,7 @@ from engine.core.outputs import SchedulerOutput, StepResult
 from engine.engine import Engine
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
-from node_runtime.adapter_queue import AdapterQueue, Failure, JobCommand
+from node_runtime.adapters.adapter_queue import AdapterQueue, Failure, JobCommand
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,19 @@ class Inbox(Generic[Job]):
 
     Args:
         job: the class of commands that this node's role executes.
+        engine: computes with the adapters.
         clock: returns seconds, never going back.
-        adapters: holds commands until their adapters are in memory.
+        adapters: holds commands until their adapters are in memory; None: one that reads no files.
     """
 
-    def __init__(self, job: type[Job], clock: Callable[[], float], adapters: AdapterQueue) -> None:
-        self._job, self._adapters = job, adapters
+    def __init__(
+        self,
+        job: type[Job],
+        engine: Engine,
+        clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterQueue | None = None,
+    ) -> None:
+        self._job, self._adapters = job, adapters or AdapterQueue(engine, clock=clock)
         self._clock = clock
         self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, ...)
         self._expire_at = 0.0
@@ -79,6 +87,16 @@ class Inbox(Generic[Job]):
 
     def __len__(self) -> int:
         return len(self._commands)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of commands that wait for adapters; safe from any thread."""
+        return self._adapters.num_waiting
+
+    @property
+    def adapter_load_s(self) -> float:
+        """Return how long it took lately to read and load an adapter; 0: unknown."""
+        return self._adapters.load_s
 
     def deliver_commands(self, node: CommandHandler[Job], outbox: Outbox) -> None:
         """Call the node's method for each command, in order of arrival."""

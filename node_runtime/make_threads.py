@@ -15,7 +15,7 @@ from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.transports.base import KVTransport
 from kvconnector.transports.fault_file import faults_of
 from kvconnector.transports.faults import FaultSpec
-from node_runtime.adapter_queue import AdapterQueue
+from node_runtime.adapters.adapter_queue import AdapterQueue
 from node_runtime.node_engine import load_adapters, load_engine
 from node_runtime.node_transport import open_transport
 from node_runtime.option_checks import source_of
@@ -28,6 +28,7 @@ class NodeParts:
     """The parts from which a role makes its node.
 
     Attributes:
+        engine_id: the node's engine id.
         digests: checks arriving blocks; None: blocks are not checked.
         wake: wakes the engine's thread; safe from any thread.
         emit: sends events to the router.
@@ -37,6 +38,7 @@ class NodeParts:
     """
 
     engine: Engine
+    engine_id: str
     transport: KVTransport
     digests: BlockDigests | None
     wake: Callable[[], None]
@@ -49,7 +51,7 @@ class NodeParts:
 def make_threads(
     role: NodeRole,
     options: NodeOptions,
-    make_node: Callable[[NodeParts], tuple[Node, ConnectorEnd]],
+    make_node: Callable[[NodeParts], tuple[Node, ConnectorEnd, ConnectorEnd | None]],
     emit: Callable[[NodeEvent], None],
     on_death: Callable[[Exception], None],
     grammars: EarlyGrammars | None = None,
@@ -58,7 +60,8 @@ def make_threads(
 
     Args:
         options: options of the program.
-        make_node: makes the role's loop and its end of the KV connector, which it also starts.
+        make_node: makes the role's loop, its end of the KV connector, and the end that receives
+            encodings, if any. It also starts both ends.
         emit: sends events to the router; safe to call from any thread.
         on_death: called when the engine or the connector cannot continue.
         grammars: grammar parts made before any thread started; None: made later.
@@ -86,7 +89,7 @@ def make_threads(
         resource={"service.instance.id": loaded.engine_id, "baton.node": options.name},
     )
 
-    def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnd]:
+    def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnd, ConnectorEnd | None]:
         transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
         # A prompt on a prefill node waits for the adapter, so reading has priority there. On a
         # decode node, other requests wait for each step, so steps have priority.
@@ -94,7 +97,15 @@ def make_threads(
         adapters = AdapterQueue(loaded.engine, adapter_root, wake, gives_way=gives_way)
         return make_node(
             NodeParts(
-                loaded.engine, transport, digests, wake, emit, on_death, tracing.sink, adapters
+                engine=loaded.engine,
+                engine_id=loaded.engine_id,
+                transport=transport,
+                digests=digests,
+                wake=wake,
+                emit=emit,
+                on_death=on_death,
+                spans=tracing.sink,
+                adapters=adapters,
             )
         )
 

@@ -32,9 +32,9 @@ def new_request(
         raise InvalidRequestError("model", "generates no text")
     check_prompt(token_ids, vocab_size=vocab_size, max_model_len=engine.max_model_len)
     check_sampling_params(params, vocab_size=vocab_size)
-    images = engine.images.of_prompt(command.images, command.prompt_token_ids)
-    if images is not None and not images.files and _computes_prompt(command):
-        raise InvalidRequestError("images", "came without files to the node that encodes them")
+    images = engine.features.images.of_prompt(
+        command.images, command.prompt_token_ids, need_files=_computes_prompt(command)
+    )
     return Request.create(
         command.request_id,
         command.prompt_token_ids,

@@ -93,7 +93,7 @@ class LoadedEngine:
             step_times=tuple(StepTime(*one) for one in first_steps.step_times),
             decode_times=tuple(DecodeTime(*one) for one in first_steps.decode_times),
             loads_adapters=self.loads_adapters,
-            encodes_images=self.engine.images.are_taken,
+            encodes_images=self.engine.features.images.are_taken,
         )
 
 
@@ -137,8 +137,7 @@ def load_engine(
         engine.num_blocks * spec.block_bytes / 2**20,
     )
     began_at = time.perf_counter()
-    engine.prepare_grammars()
-    engine.images.start()
+    engine.features.prepare()
     logger.info("prepared structured output in %.1f s", time.perf_counter() - began_at)
     compatibility = {
         **engine.compatibility,

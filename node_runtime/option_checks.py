@@ -16,22 +16,27 @@ from baton.checkpoint.model_folder import find_model_folder
 from kvconnector import KV_CONNECTORS
 from kvconnector.transports.sockets.listen_address import parse_listen_address
 from models.config import ModelConfig
-from node_runtime.options import NodeOptions
+from node_runtime.options import NodeOptions, ProgramOptions
 
 
 def check_options(options: NodeOptions) -> None:
     """Raise ConfigError for unknown names and for addresses that cannot be listened on."""
+    if options.kv_connector == "tls" and options.engine.num_ranks > 1:
+        raise ConfigError(
+            f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
+        )
+    check_program_options(options)
+    _check_adapters(options)
+
+
+def check_program_options(options: ProgramOptions) -> None:
+    """Raise ConfigError as `check_options` does, for a node without an engine."""
     for router in options.routers:
         split_address("router", router)
     check_is_free("listen", options.listen)
     if options.metrics_listen:
         check_is_free("metrics_listen", options.metrics_listen)
     KV_CONNECTORS.check(options.kv_connector)
-    if options.kv_connector == "tls" and options.engine.num_ranks > 1:
-        raise ConfigError(
-            f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
-        )
-    _check_adapters(options)
     if options.kv_listen:
         if options.kv_connector != "tls":
             raise ConfigError(
@@ -74,3 +79,8 @@ def check_model(options: NodeOptions) -> None:
     """
     folder = find_model_folder(options.model)
     ModelConfig.from_folder(folder, max_model_len=options.engine.max_model_len)
+
+
+def check_vision_model(options: ProgramOptions) -> None:
+    """Raise ModelLoadError if the model is missing; fetches it if this machine lacks it."""
+    ModelConfig.from_folder(find_model_folder(options.model))

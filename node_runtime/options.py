@@ -1,4 +1,7 @@
-"""NodeOptions: the options of both kinds of node. Each kind adds options in its own package."""
+"""ProgramOptions: options of all kinds of node; NodeOptions: those of nodes with an engine.
+
+Each kind adds options in its own package.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from baton.telemetry.trace_options import TraceOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """Options of a node; raises ConfigError naming the field."""
+class ProgramOptions:
+    """Options of every node; raises ConfigError naming the field."""
 
     model: str = option(help="Model folder, GGUF file, or hub id.")
     routers: tuple[str, ...] = option(
@@ -38,10 +41,6 @@ class NodeOptions:
     )
     metrics_listen: str = option(
         "", help="host:port of a Prometheus page; port 0: any free port; empty: no page."
-    )
-    metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
-    served_model_name: str = option(
-        "", help="Name of the model in metrics, as at the router; by default --model."
     )
     join_timeout_s: float = option(
         30.0, least=0, help="How long to try to reach the router at start, seconds."
@@ -94,6 +93,30 @@ class NodeOptions:
         help="Check with keyed digests that KV blocks arrive unchanged; the same on all nodes. "
         "By default on if UCX_NET_DEVICES lets KV leave loopback.",
     )
+    inject_faults: str = option(
+        "",
+        help="For drills: faults to inject in the KV connector, such as "
+        "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, alter, corrupt, fail_post "
+        "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write), poison=TEXT "
+        "(the node ends when it computes a request whose id contains TEXT). @FILE: the faults "
+        "that the file lists, reread when it changes; @FOLDER: the file in it that has the node's "
+        "name.",
+    )
+    trace: TraceOptions = group(TraceOptions, without=("trace_ratio",))
+    log: LogOptions = group(LogOptions)
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions(ProgramOptions):
+    """Options of a node with an engine; raises ConfigError naming the field."""
+
+    metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
+    served_model_name: str = option(
+        "", help="Name of the model in metrics, as at the router; by default --model."
+    )
     engine: EngineConfig = group(EngineConfig)
     adapter_root: str = option(
         "",
@@ -112,20 +135,6 @@ class NodeOptions:
         help="Folder below which new weights may lie for `baton admin weights update`. Empty: the "
         "node takes no new weights.",
     )
-    inject_faults: str = option(
-        "",
-        help="For drills: faults to inject in the KV connector, such as "
-        "drop=0.01,delay=1ms-20ms,seed=3. Also: duplicate, reorder, alter, corrupt, fail_post "
-        "(probabilities), kill=NAME:send:N or kill=NAME:recv:N (a message, or Write), poison=TEXT "
-        "(the node ends when it computes a request whose id contains TEXT). @FILE: the faults "
-        "that the file lists, reread when it changes; @FOLDER: the file in it that has the node's "
-        "name.",
-    )
-    trace: TraceOptions = group(TraceOptions, without=("trace_ratio",))
-    log: LogOptions = group(LogOptions)
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     @property
     def vllm_model(self) -> str:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from baton.api.errors import ConfigError
 from baton.processes.process import run_program
-from node_runtime.options import NodeOptions
+from node_runtime.options import ProgramOptions
 
 if TYPE_CHECKING:
     from baton.link.words import NodeEvent
     from baton.text.grammar_trials import EarlyGrammars
     from node_runtime.node_program import NodeProgram
 
-Options = TypeVar("Options", bound=NodeOptions)
+Options = TypeVar("Options", bound=ProgramOptions)
 MakeProgram: TypeAlias = (
     "Callable[[Options, Callable[[NodeEvent], None], Callable[[Exception], None],"
     " EarlyGrammars | None], NodeProgram]"

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -32,15 +33,16 @@ from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
 from engine.engine_loop import EngineLoop
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
-from node_runtime.collector import NodeCollector
-from node_runtime.kv_event_feed import KVEventFeed
-from node_runtime.node_adapters import NodeAdapters
+from node_runtime.adapters.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
+from node_runtime.reports.collector import NodeCollector
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)
 
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
+ENCODINGS_THREAD = "encodings-io"
 
 
 class Node(Protocol):
@@ -80,8 +82,8 @@ class NodeThreads:
         name: name of the node.
         role: role of the node.
         loaded: the engine that the node steps.
-        make_node: makes the node and its end of the KV connector, given a function that wakes
-            the engine's thread.
+        make_node: makes the node, its end of the KV connector, and the end that receives encodings
+            (None: it receives none), given a function that wakes the engine's thread.
         emit: sends events to the router; called on the engine's thread.
         on_death: called when the engine cannot continue.
         pushes: whether the node sends a prompt's layers while it computes later layers.
@@ -99,7 +101,7 @@ class NodeThreads:
         name: str,
         role: NodeRole,
         loaded: LoadedEngine,
-        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd]],
+        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd, ConnectorEnd | None]],
         emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
         *,
@@ -131,8 +133,8 @@ class NodeThreads:
         if loaded.weights is not None:
             changing = loaded.weights, self._loop.ask, weights_root, self._rename
             self.weights = NodeWeights(loaded.engine, *changing)
-        loaded.engine.wake_with(self._loop.wake)
-        self._node, self._end = make_node(self._loop.wake)
+        loaded.engine.features.wake_with(self._loop.wake)
+        self._node, self._end, self._encodings_end = make_node(self._loop.wake)
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
@@ -143,9 +145,12 @@ class NodeThreads:
 
     def registration(self, address: str) -> NodeRegistration:
         peer_info = self._end.describe()
-        return self._loaded.registration(
+        registered = self._loaded.registration(
             self._name, self._role, address, peer_info, self._first_steps
         )
+        if self._encodings_end is None:
+            return registered
+        return replace(registered, encodings_peer_info=self._encodings_end.describe())
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         if isinstance(command, SendKVSnapshot):
@@ -173,7 +178,10 @@ class NodeThreads:
         return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
-        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+        rounds = {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+        if self._encodings_end is not None:
+            rounds[ENCODINGS_THREAD] = self._encodings_end.rounds
+        return rounds
 
     def dump(self, error: Exception) -> None:
         """Write a crash dump of the engine; never raises, but may hang on a dead disk."""
@@ -219,6 +227,8 @@ class NodeThreads:
     def close(self) -> None:
         self._loop.stop()
         self._end.close()
+        if self._encodings_end is not None:
+            self._encodings_end.close()
         self._loaded.engine.close()
         if self._loaded.weights is not None:
             self._loaded.weights.close()

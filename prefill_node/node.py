@@ -8,6 +8,7 @@ continues the output after token 1, unless token 1 ends the output.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError, status_name
 from baton.api.outputs import FinishReason, PrefillReceipt, RequestDelta
+from baton.kv.encodings import holds_encodings
 from baton.link.words import (
     AbortAll,
     NodeBeat,
@@ -32,10 +34,10 @@ from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
-from node_runtime.adapter_queue import AdapterQueue
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
+from prefill_node.arrivals import Arrivals, PromptWait
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
 from prefill_node.spans import PrefillTraces
@@ -45,11 +47,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Job:
-    """A prefill command in progress."""
+    """A prefill command in progress.
+
+    Attributes:
+        encodings: encodings that encode nodes send for it; None: none.
+    """
 
     command: PrefillCommand
     request: Request
     received_at: float
+    encodings: PromptWait | None = None
     started_at: float = 0.0
     num_chunks: int = 0
 
@@ -64,8 +71,8 @@ class PrefillNode:
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        adapters: holds commands until their adapters are in memory; None: adapters are not read
-            from files.
+        inbox: queue of commands; None: one that reads no files of adapters.
+        arrivals: encodings that encode nodes send; None: this node encodes all images.
     """
 
     def __init__(
@@ -76,15 +83,17 @@ class PrefillNode:
         push_mode: PushMode = PushMode.LAYERS,
         clock: Callable[[], float] = time.monotonic,
         traces: PrefillTraces | None = None,
-        adapters: AdapterQueue | None = None,
+        inbox: Inbox[PrefillCommand] | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.engine = engine
-        self._adapters = adapters or AdapterQueue(engine, clock=clock)
+        self.arrivals = arrivals
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
         self._traces = PrefillTraces(None, clock) if traces is None else traces
-        self._inbox, self._outbox = Inbox(PrefillCommand, clock, self._adapters), Outbox(emit)
+        self._inbox = inbox or Inbox(PrefillCommand, engine, clock)
+        self._outbox = Outbox(emit)
         self._jobs: dict[str, _Job] = {}
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
@@ -94,6 +103,9 @@ class PrefillNode:
     def step(self) -> bool:
         """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
+        if self.arrivals is not None:
+            for event in self.arrivals.step():
+                self._outbox.report_peer(event)
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
@@ -115,21 +127,25 @@ class PrefillNode:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
         num_running = sum(request.num_computed_tokens > 0 for request in requests)
-        num_held = self._adapters.num_waiting
+        num_held = self._inbox.num_waiting
         return NodeBeat(
             num_waiting=len(requests) - num_running + num_held,
             num_running=num_running,
             num_free_blocks=self.engine.block_pool.num_free,
             num_quarantined_blocks=self.push_tracker.num_draining_blocks,
-            num_transfers=self.push_tracker.num_transfers,
+            num_transfers=self.push_tracker.num_transfers + self._num_arrivals,
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
-            adapter_load_s=self._adapters.load_s,
+            adapter_load_s=self._inbox.adapter_load_s,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests
             ),
         )
+
+    @property
+    def _num_arrivals(self) -> int:
+        return 0 if self.arrivals is None else self.arrivals.num_transfers
 
     def requests(self) -> list[RequestView]:
         """Return all open requests; safe from any thread."""
@@ -143,8 +159,15 @@ class PrefillNode:
         return take_ledger(self.engine, self.push_tracker.held())
 
     def handoff_metrics(self) -> HandoffMetrics:
-        """Return counts of hand-offs; safe from any thread."""
-        return self.push_tracker.metrics()
+        """Return counts of hand-offs and encodings; safe from any thread."""
+        metrics = self.push_tracker.metrics()
+        if self.arrivals is None:
+            return metrics
+        return dataclasses.replace(
+            metrics,
+            encodings_open=self._num_arrivals,
+            encodings_lost=self.arrivals.num_lost_total,
+        )
 
     # ------------------------------------------------------------------ commands
 
@@ -165,12 +188,17 @@ class PrefillNode:
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
-        """Connect to a decode node; raises TransferError."""
-        self.sender.connect(peer)
+        """Connect to a decode node or an encode node; raises TransferError."""
+        if not holds_encodings(peer.manifest):
+            self.sender.connect(peer)
+        elif self.arrivals is not None:
+            self.arrivals.add_peer(peer)
 
     def remove_peer(self, engine_id: str) -> None:
-        """Disconnect a departed decode node."""
+        """Disconnect a departed decode node or encode node."""
         self.sender.disconnect(engine_id)
+        if self.arrivals is not None:
+            self.arrivals.lose_peer(engine_id)
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
         """Queue a prompt, and its hand-off if a decode node continues."""
@@ -183,8 +211,11 @@ class PrefillNode:
         except InvalidRequestError as error:
             self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
+        encodings = None
+        if self.arrivals is not None:
+            encodings = self.arrivals.expect(request, command, received_at)
         engine.add_request(request)
-        self._jobs[command.request_id] = _Job(command, request, received_at)
+        self._jobs[command.request_id] = _Job(command, request, received_at, encodings)
         logger.debug(
             "has a prompt of %d tokens to compute, for %s",
             request.num_initial_tokens,
@@ -227,6 +258,9 @@ class PrefillNode:
                 num_chunks=job.num_chunks,
                 num_computed_tokens=job.request.num_prompt_tokens_computed,
                 num_cached_tokens=job.request.num_cached_tokens,
+                num_encodings_received=job.encodings.num_received if job.encodings else 0,
+                num_encodings_lost=job.encodings.num_lost if job.encodings else 0,
+                encodings_wait_s=job.encodings.waited_s if job.encodings else 0.0,
             )
             reason = None if goes_on else output.finish_reason
             delta = msgspec.structs.replace(
@@ -284,6 +318,7 @@ class PrefillNode:
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
         # An error about a request's field keeps its text, because the client wrote the field.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
+        self._cancel_encodings(request_id, epoch)
         job = self._jobs.pop(request_id, None)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}
         logger.debug("%s: %s", code, message, extra=ids)
@@ -296,8 +331,13 @@ class PrefillNode:
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end_trace(*_key(job.command))
+            self._cancel_encodings(*_key(job.command))
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")
+
+    def _cancel_encodings(self, request_id: str, epoch: int) -> None:
+        if self.arrivals is not None:
+            self.arrivals.cancel(request_id, epoch)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -28,3 +28,14 @@ class PrefillOptions(NodeOptions):
         lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )
     push: PushMode = option(PushMode.LAYERS, help="When to send KV blocks.")
+    encode_nodes: bool = option(
+        False,
+        help="Receive the encodings of images from encode nodes (`baton encode`). This node "
+        "encodes the images whose encodings do not come.",
+    )
+    encode_timeout_s: float = option(
+        10.0,
+        above=0,
+        help="With --encode-nodes: how long a prompt waits for an encoding before this node "
+        "encodes the image, seconds.",
+    )

@@ -34,7 +34,7 @@ from kvconnector.base import (
     TransferOutcome,
 )
 from kvconnector.ends import Sender
-from node_runtime.operator_views import view_request
+from node_runtime.reports.operator_views import view_request
 from prefill_node.layer_tail import LayerTail, LayerTails
 from prefill_node.options import PushMode
 
@@ -134,7 +134,7 @@ class PushTracker:
         now = self._clock()
         self._handoffs[request.request_id] = _Handoff(
             request,
-            self._engine.handoff_indices(request.num_initial_tokens),
+            self._engine.kv_cache_manager.handoff_indices(request.num_initial_tokens),
             epoch,
             engine_id,
             added_at=now,
@@ -322,7 +322,7 @@ class PushTracker:
             record = HandoffRecord(
                 num_tokens=num_tokens,
                 token_id=token_id,
-                draft_token_ids=self._engine.first_drafts(handoff.request),
+                draft_token_ids=self._engine.features.first_drafts(handoff.request),
                 adapter=handoff.request.adapter,
             )
         self._sender.push(

@@ -70,6 +70,9 @@ class PrefillTrace:
             counts["baton.chunks"] = self.receipt.num_chunks
             counts["baton.computed_tokens"] = self.receipt.num_computed_tokens
             counts["baton.cached_tokens"] = self.receipt.num_cached_tokens
+            if self.receipt.num_encodings_received or self.receipt.num_encodings_lost:
+                counts["baton.encodings_received"] = self.receipt.num_encodings_received
+                counts["baton.encodings_lost"] = self.receipt.num_encodings_lost
         parent, request_id, begin_s = self.parent, self.request_id, self.received_at
         whole = request_span(
             "prefill", parent, request_id, begin_s, now, counts=counts, error=self.error

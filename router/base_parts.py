@@ -25,12 +25,14 @@ from router.gate.admission import Admission, make_admission
 from router.gate.overload import Overload
 from router.gate.rate_limits import RateLimits
 from router.gate.scaling import ScalingSignals
+from router.intake.abilities import Abilities
+from router.intake.answers.answers import Answers
 from router.intake.cache_salts import make_salts
 from router.intake.fleet_metrics import Collected, collect_scaling
 from router.intake.images.image_reader import ImageReader
 from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
-from router.intake.prompt_reader import EarlyReaders
+from router.intake.prompt_reader import EarlyReaders, PromptReader
 from router.names.base_model import BaseModel
 from router.names.given import adapters_given, names_given
 from router.names.names_file import NamesFile
@@ -163,24 +165,34 @@ def make_intake(
 ) -> Intake:
     """Make the intake of one base model; raises ConfigError."""
     readers = readers or EarlyReaders(config.texts.make_tokenizer(folder))
+    abilities = Abilities(
+        dispatcher,
+        limits.vocab_size,
+        config.texts.make_parsers(readers.tokenizer),
+        setup=config.texts.read_setup(folder),
+        end_token_ids=read_end_token_ids(folder),
+    )
+    reader = PromptReader(
+        readers.tokenizer,
+        dispatcher.admission,
+        lambda: abilities.max_model_len,
+        vocab_size=limits.vocab_size,
+        readers=readers,
+        trusts_templates=config.texts.trust_request_chat_template,
+        cuts_changing_lines=config.texts.cut_changing_lines,
+        images=_make_image_reader(config, folder, readers.tokenizer),
+        may_encode=lambda: dispatcher.pool.may_encode_images,
+    )
+    salts = make_salts(config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file))
     return Intake(
         dispatcher,
-        readers.tokenizer,
+        reader,
+        abilities,
+        Answers(readers.tokenizer, salts, logs_prompts=config.log_prompts),
         vocab_size=limits.vocab_size,
         default_timeout_s=config.request_timeout_s,
         metrics=metrics,
-        cache_salts=make_salts(
-            config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file)
-        ),
-        parsers=config.texts.make_parsers(readers.tokenizer),
-        readers=readers,
         sampling_defaults=config.texts.sampling_defaults(folder),
-        end_token_ids=read_end_token_ids(folder),
-        trusts_templates=config.texts.trust_request_chat_template,
-        cuts_changing_lines=config.texts.cut_changing_lines,
-        logs_prompts=config.log_prompts,
-        images=_make_image_reader(config, folder, readers.tokenizer),
-        setup=config.texts.read_setup(folder),
     )
 
 

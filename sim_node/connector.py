@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.api.errors import TransferError
 from baton.kv.manifest import KVManifest
-from kvconnector.base import NO_TRANSFER, TransferKey
+from kvconnector.base import NO_TRANSFER, Portions, TransferKey
 from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
 from kvconnector.peer_info import PeerInfo, RankMemory
@@ -27,7 +27,6 @@ from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.peers import Peer, Peers, PeerState
 from kvconnector.protocol.seals import Channel, Channels
-from kvconnector.protocol.transfer import Portions
 from sim_node.clock import NodeClock
 from sim_node.timing import TimingModel
 

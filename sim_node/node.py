@@ -42,8 +42,8 @@ from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
 from engine.make_engine import make_engine
 from kvconnector.ends import Receiver, Sender
-from node_runtime.kv_event_feed import KVEventFeed
 from node_runtime.node_engine import FirstSteps, LoadedEngine
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from sim_node.clock import NodeClock
 from sim_node.connector import TRANSPORT, KVNetwork, SimReceiver, SimTransport, make_sender

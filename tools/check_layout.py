@@ -21,6 +21,7 @@ PACKAGES = {
     "router": "router",
     "prefill_node": "prefill_node",
     "decode_node": "decode_node",
+    "encode_node": "encode_node",
     "node_runtime": "node_runtime",
     "sim_node": "sim_node",
     "loadtest": "loadtest",

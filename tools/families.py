@@ -18,8 +18,8 @@ from baton.checkpoint.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    "baton", "decode_node", "engine", "kernels", "kvconnector", "models", "node_runtime",
-    "prefill_node", "router", "sim_node",
+    "baton", "decode_node", "encode_node", "engine", "kernels", "kvconnector", "models",
+    "node_runtime", "prefill_node", "router", "sim_node",
 )  # fmt: skip
 REGISTRY = "baton/checkpoint/families.py"
 OTHER_TABLES = ("router/intake/parsers/families.py", "baton/checkpoint/gguf/pre_tokenizers.py")

@@ -107,7 +107,7 @@ BESIDE = (
         "Beyond the plainest case",
         "Costs of placements, waiting requests, drafts, the health of peers, and recovery after "
         "failures.",
-        ("Cost", "WaitingRoom", "Drafts", "Peers", "Recovery:router", "Quarantine:decode_node"),
+        ("Cost", "WaitingRoom", "Drafts", "Peers", "Recovery:router", "Quarantine:node_runtime"),
     ),
 )  # fmt: skip
 

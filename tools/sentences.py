@@ -43,6 +43,7 @@ OLD = {
     "baton": 0,
     "benchmarks": 0,
     "decode_node": 0,
+    "encode_node": 0,
     "engine": 0,
     "examples": 0,
     "kernels": 0,

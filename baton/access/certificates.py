@@ -31,7 +31,8 @@ _CALLER = re.compile(
     re.ASCII,
 )
 _NODE = re.compile(
-    rf"spiffe://{_WORD}/(?:node/(?P<kind>prefill|decode|sim)|nodes/(?P<many>prefill|decode))/"
+    rf"spiffe://{_WORD}/(?:node/(?P<kind>prefill|decode|encode|sim)"
+    r"|nodes/(?P<many>prefill|decode|encode))/"
     rf"(?P<name>{_WORD})"
 )
 

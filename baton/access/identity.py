@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-NODE_KINDS = ("prefill", "decode", "sim")  # the kinds of nodes in certificates
+NODE_KINDS = ("prefill", "decode", "encode", "sim")  # the kinds of nodes in certificates
 
 
 class Role(StrEnum):

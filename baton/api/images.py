@@ -74,6 +74,8 @@ class ImageLayout(Protocol):
 
     Attributes:
         marker: text that the chat template writes for an image; one token.
+        written: text that replaces ``marker`` in a prompt with images before the prompt is
+            tokenized; it contains ``marker``.
         marker_token_id: token of ``marker``, which `expand`'s tokens replace.
         placeholder_token_id: token whose embedding is replaced by the image's.
         settings: digest of everything, besides the file, on which an encoding depends.
@@ -81,6 +83,8 @@ class ImageLayout(Protocol):
 
     @property
     def marker(self) -> str: ...
+    @property
+    def written(self) -> str: ...
     @property
     def marker_token_id(self) -> int: ...
     @property

@@ -46,6 +46,10 @@ class PrefillReceipt:
         prefill_s: first chunk scheduled -> token 1 sampled.
         send_s: token 1 sampled -> handed to the link to the router; 0 if not sent yet, or from an
             older version of Baton.
+        num_encodings_received: images whose encodings encode nodes sent.
+        num_encodings_lost: images that encode nodes were to encode, and that this node encoded.
+        encodings_wait_s: command received -> each encoding received or lost; a part of
+            ``queue_s``.
     """
 
     queue_s: float
@@ -54,6 +58,9 @@ class PrefillReceipt:
     num_computed_tokens: int
     num_cached_tokens: int
     send_s: float = 0.0
+    num_encodings_received: int = 0
+    num_encodings_lost: int = 0
+    encodings_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,3 +120,12 @@ def choice_seed(seed: int, choice_index: int) -> int:
 def choice_request_id(request_id: str, choice_index: int) -> str:
     """Return the id of one of a prompt's ``n`` outputs; the first has the request's id."""
     return f"{request_id}-{choice_index}" if choice_index else request_id
+
+
+def check_name(field: str, name: str, limit: int) -> None:
+    """Raise InvalidRequestError if a client's name is too long or not printable."""
+    if len(name) > limit:
+        raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
+    # Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.
+    if not name.isprintable():
+        raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

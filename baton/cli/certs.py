@@ -56,6 +56,7 @@ def dev(
     ] = None,
     prefill: Annotated[int, typer.Option(help="Number of prefill nodes: p0, p1, ...", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode nodes: d0, d1, ...", min=0)] = 1,
+    encode: Annotated[int, typer.Option(help="Number of encode nodes: e0, e1, ...", min=0)] = 0,
     days: Annotated[
         float, typer.Option(help="Days for which the certificates are valid.", min=0)
     ] = 30.0,
@@ -71,7 +72,7 @@ def dev(
         if name or role or tenant:
             holders = [_one(name, role, tenant, hosts)]
         else:
-            holders = _all(prefill, decode, hosts)
+            holders = _all(prefill, decode, encode, hosts)
         write_dev_certificates(out, holders, days=days)
     except (ConfigError, ValueError) as error:
         raise CommandError(str(error)) from None
@@ -80,11 +81,14 @@ def dev(
     typer.echo(_next_commands(out))
 
 
-def _all(num_prefill: int, num_decode: int, hosts: tuple[str, ...]) -> list[Holder]:
+def _all(
+    num_prefill: int, num_decode: int, num_encode: int, hosts: tuple[str, ...]
+) -> list[Holder]:
     from baton.access.dev_certificates import Holder
 
     nodes = [("prefill", f"p{i}") for i in range(num_prefill)]
     nodes += [("decode", f"d{i}") for i in range(num_decode)]
+    nodes += [("encode", f"e{i}") for i in range(num_encode)]
     return [
         Holder(name=ROUTER, hosts=hosts),
         *(

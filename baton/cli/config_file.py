@@ -32,6 +32,7 @@ PROGRAMS: Registry[type[Any]] = Registry(
         "router": "router.config:RouterConfig",
         "prefill": "prefill_node.options:PrefillOptions",
         "decode": "decode_node.options:DecodeNodeOptions",
+        "encode": "encode_node.options:EncodeOptions",
         "sim-node": "sim_node.options:SimNodeOptions",
         "loadtest-run": "loadtest.options:RunOptions",
         "loadtest-compare": "loadtest.options:CompareOptions",

@@ -76,7 +76,8 @@ class LocalDeploymentConfig:
         more_models: further base models, each with as many nodes of its own as the first.
         router_args: additional arguments of `baton router`.
         node_args: additional arguments of every `baton prefill` and `baton decode`.
-        prefill_args, decode_args: additional arguments of nodes of one role.
+        num_encode: number of encode nodes; with some, prefill nodes receive encodings.
+        prefill_args, decode_args, encode_args: additional arguments of nodes of one role.
         log_folder: folder for logs; None: a temporary one.
         admin_token: the router's admin token; empty: none, or a random one if the router has other
             keys. The nodes' token is chosen by the same rule.
@@ -94,11 +95,13 @@ class LocalDeploymentConfig:
     http_listen: str = ""
     num_prefill: int = 1
     num_decode: int = 1
+    num_encode: int = 0
     more_models: Sequence[str] = ()
     router_args: Sequence[str] = ()
     node_args: Sequence[str] = ()
     prefill_args: Sequence[str] = ()
     decode_args: Sequence[str] = ()
+    encode_args: Sequence[str] = ()
     log_folder: Path | None = None
     admin_token: str = field(default="", repr=False)
     drain_timeout_s: float = 2.0
@@ -118,7 +121,11 @@ class LocalDeploymentConfig:
     def nodes(self) -> list[tuple[str, str, str]]:
         """Role, name and base model of each node; node numbers continue over the base models."""
         found = []
-        for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+        for role, number in (
+            ("prefill", self.num_prefill),
+            ("decode", self.num_decode),
+            ("encode", self.num_encode),
+        ):
             found += [
                 (role, f"{role[0]}{i}", model)
                 for i, model in enumerate(model for model in self.models for _ in range(number))
@@ -414,22 +421,30 @@ class LocalDeployment:
             router = config.router_address_on(self._cluster)
             where = ["--ray-address", self._cluster.address]
         nodes = config.nodes
-        own = {"prefill": config.prefill_args, "decode": config.decode_args}
-        num_ranks = [num_ranks_of([*config.node_args, *own[command]]) for command, _, _ in nodes]
+        takes = ["--encode-nodes"] if config.num_encode else []
+        own = {
+            "prefill": [*config.node_args, *takes, *config.prefill_args],
+            "decode": [*config.node_args, *config.decode_args],
+            "encode": config.encode_args,
+        }
+        num_ranks = [num_ranks_of(own[command]) for command, _, _ in nodes]
         cores = list(divide_cores(sorted(usable_cores()), num_ranks))
         locks = self._core_locks(cores, num_ranks)
         if locks and len(set(map(len, cores))) == 1:
             self._template = self._make_template(len(cores[0]))
         for (command, name, model), share in zip(nodes, cores, strict=True):
-            own_args = own[command]
             lent = ["--core-locks", locks, "--cpu-list", ",".join(map(str, share))] if locks else []
+            if command == "encode":  # one rank, which lends no cores
+                lent, where_this = [], []
+            else:
+                where_this = where
             self._start(
                 name,
                 [
                     command, "--model", model, "--router", router,
-                    "--name", name, *_options_of(config.tls_of(name)), *where,
+                    "--name", name, *_options_of(config.tls_of(name)), *where_this,
                     "--num-threads", "1" if where else str(len(share)), "--drain-timeout-s", "0",
-                    *lent, *config.node_args, *own_args,
+                    *lent, *own[command],
                 ],
                 None if where else share,
             )  # fmt: skip
@@ -538,7 +553,12 @@ class LocalDeployment:
         except grpc.RpcError:
             return
         joined = {node.node_name: node for node in response.nodes}
-        num_peers = {"p": self.config.num_decode, "d": self.config.num_prefill}
+        config = self.config
+        num_peers = {
+            "p": config.num_decode + config.num_encode,
+            "d": config.num_prefill,
+            "e": config.num_prefill,
+        }
         for child in self.children:
             node = joined.get(child.name)
             if child.name == "router":

@@ -49,6 +49,7 @@ class KVKind(enum.StrEnum):
     WINDOW = "window"  # keys and values; blocks outside the window are freed
     LATENT = "latent"  # one vector per token; all blocks are kept
     STATE = "state"  # the state after a block's last token; the newest is kept
+    ENCODING = "encoding"  # embeddings of an image's placeholders; no KV
 
 
 class HandOffRule(enum.StrEnum):
@@ -150,11 +151,13 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         groups: all groups of layers.
         num_ranks: workers that share the node's model, stage by stage.
         num_stages: pipeline stages, each with equally many ranks.
+        stage_layers: number of layers of each stage; empty: equal numbers.
     """
 
     groups: Annotated[tuple[KVGroup, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    stage_layers: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
 
     @property
     def layout(self) -> str:
@@ -191,7 +194,8 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.num_stages == 1:
             return range(group.num_places)
-        own = range(*shard(sum(len(one.layers) for one in self.groups), stage, self.num_stages))
+        num_layers = sum(len(one.layers) for one in self.groups)
+        own = range(*stage_span(num_layers, stage, self.num_stages, self.stage_layers))
         return [place for place, layer in enumerate(group.layers) if layer in own]
 
     def num_places(self, stage: int) -> int:
@@ -218,6 +222,10 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
             raise TransferError(
                 f"num_stages: {self.num_stages} for {self.num_ranks} ranks, {num_layers} layers"
             )
+        if self.stage_layers and (
+            len(self.stage_layers) != self.num_stages or sum(self.stage_layers) != num_layers
+        ):
+            raise TransferError(f"stage_layers: {self.stage_layers} for {num_layers} layers")
         if self.stage_size > MAX_STAGE_SIZE:
             raise TransferError(f"num_ranks: must be at most {MAX_STAGE_SIZE} per stage")
         for index, group in enumerate(self.groups):
@@ -263,6 +271,20 @@ def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """
     first = rank * size // num_ranks
     return first, max(first + 1, (rank + 1) * size // num_ranks)
+
+
+def stage_span(
+    num_layers: int, stage: int, num_stages: int, stage_layers: Sequence[int] = ()
+) -> tuple[int, int]:
+    """Return the layers of a pipeline stage: the first one, and the end.
+
+    Args:
+        stage_layers: number of layers of each stage; empty: equal numbers.
+    """
+    if not stage_layers:
+        return shard(num_layers, stage, num_stages)
+    first = sum(stage_layers[:stage])
+    return first, first + stage_layers[stage]
 
 
 class RankCopy(NamedTuple):

@@ -24,6 +24,7 @@ from baton.link.words import (
     AdminCall,
     CancelCommand,
     DecodeCommand,
+    EncodeCommand,
     NodeEvent,
     NodeRegistration,
     NodeRole,
@@ -113,8 +114,10 @@ class NodeEnd:
             command = wire.command_from_proto(message)
         except InvalidRequestError as error:  # invalid data from the network; not a bug
             logger.warning("refused a command: %s", error)
+            if message.HasField("encode"):  # the prefill node encodes what does not come
+                return None
             return self._refuse(message, str(error))
-        if isinstance(command, PrefillCommand | DecodeCommand | CancelCommand):
+        if isinstance(command, PrefillCommand | DecodeCommand | EncodeCommand | CancelCommand):
             name = node_request_id(command.request_id, self.router_id)
             return dataclasses.replace(command, request_id=name)
         return None if isinstance(command, RouterBeat | Refusal) else command

@@ -35,11 +35,14 @@ from baton.wire.types import (
     sampling_params_to_proto,
 )
 
+MAX_PROMPT_TOKENS = 2**31 - 1  # where an image may lie whose prompt is not known
+
 _Command = TypeVar("_Command", link.PrefillCommand, link.DecodeCommand)
 
 _ROLE_TO_PROTO = {
     link.NodeRole.PREFILL: types_pb2.NODE_ROLE_PREFILL,
     link.NodeRole.DECODE: types_pb2.NODE_ROLE_DECODE,
+    link.NodeRole.ENCODE: types_pb2.NODE_ROLE_ENCODE,
 }
 _ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
 
@@ -122,6 +125,7 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
         compatibility=registration.compatibility,
         step_times=[to_message(node_pb2.StepTime, one) for one in registration.step_times],
         decode_times=[to_message(node_pb2.DecodeTime, one) for one in registration.decode_times],
+        encode_times=[to_message(node_pb2.StepTime, one) for one in registration.encode_times],
     )
     return node_pb2.NodeMessage(register=register)
 
@@ -142,6 +146,7 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         protocol=message.protocol or link.FIRST_PROTOCOL,
         step_times=tuple(from_message(link.StepTime, one) for one in message.step_times),
         decode_times=tuple(from_message(link.DecodeTime, one) for one in message.decode_times),
+        encode_times=tuple(from_message(link.StepTime, one) for one in message.encode_times),
     )
 
 
@@ -291,6 +296,10 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.DecodeCommand):
         decode = to_message(node_pb2.DecodeCommand, command, **_messages_of(command))
         return node_pb2.RouterMessage(decode=decode)
+    if isinstance(command, link.EncodeCommand):
+        images = map(_image_to_proto, command.images)
+        encode = to_message(node_pb2.EncodeCommand, command, images=images)
+        return node_pb2.RouterMessage(encode=encode)
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
     if isinstance(command, link.DrainCommand):
@@ -368,6 +377,9 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return _request_from_proto(link.PrefillCommand, message.prefill, pooling=pooling)
     if kind == "decode":
         return _request_from_proto(link.DecodeCommand, message.decode)
+    if kind == "encode":
+        images = _images_from_proto(message.encode.images, MAX_PROMPT_TOKENS)
+        return from_message(link.EncodeCommand, message.encode, images=images)
     if kind == "beat":
         return link.RouterBeat()
     if kind == "drain":

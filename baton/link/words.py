@@ -46,6 +46,11 @@ class NodeRole(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODE = "encode"
+
+
+# Roles of the two nodes that a request needs. An encode node only saves a prefill node work.
+PAIR_ROLES = (NodeRole.PREFILL, NodeRole.DECODE)
 
 
 # ------------------------------------------------------------------ node -> router
@@ -88,6 +93,9 @@ class NodeRegistration:
         protocol: version of the link's messages.
         loads_adapters: whether the node can load the adapters of its commands.
         encodes_images: whether the node can compute prompts with images.
+        encodings_peer_info: how encode nodes reach this prefill node; empty: it takes no encodings.
+        encode_times: times to encode one image of so many tokens, sorted by tokens; measured at an
+            encode node's start.
     """
 
     node_name: str
@@ -111,6 +119,8 @@ class NodeRegistration:
     decode_times: tuple[DecodeTime, ...] = ()
     loads_adapters: bool = False
     encodes_images: bool = False
+    encodings_peer_info: bytes = b""
+    encode_times: tuple[StepTime, ...] = ()
 
     @property
     def revision(self) -> str:
@@ -253,7 +263,7 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdate:
-    """A node of the other role has joined (``peer_info``) or left (``removed``)."""
+    """A node that this one pairs with has joined (``peer_info``) or left (``removed``)."""
 
     engine_id: str
     peer_info: bytes = b""
@@ -299,10 +309,13 @@ class PrefillCommand(RequestCommand):
     Attributes:
         decode_engine_id: node that receives the KV; empty: the request ends here.
         pooling: numbers to take from the prompt's hidden states, instead of token 1; None: sample.
+        encode_engine_ids: node that sends each image's encoding; an empty text, or no entries:
+            this node encodes.
     """
 
     decode_engine_id: str
     pooling: PoolingParams | None = None
+    encode_engine_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +328,21 @@ class DecodeCommand(RequestCommand):
     """
 
     prefill_engine_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeCommand:
+    """Encode images, and send the encodings to a prefill node.
+
+    Attributes:
+        images: the images, with their files; their places in the prompt have no meaning here.
+    """
+
+    request_id: str
+    epoch: int
+    prefill_engine_id: str
+    timeout_s: float
+    images: tuple[PromptImage, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +413,7 @@ RouterCommand = (
     | PeerUpdate
     | PrefillCommand
     | DecodeCommand
+    | EncodeCommand
     | CancelCommand
     | RouterBeat
     | DrainCommand

@@ -18,6 +18,11 @@ SizedFile = tuple[bytes, int, int]
 """An image file with the width and height of its image in pixels."""
 
 
+def as_written(text: str, layout: ImageLayout) -> str:
+    """Return a text with images as the model's processor writes it before tokenizing."""
+    return text.replace(layout.marker, layout.written)
+
+
 def expand_images(
     token_ids: Sequence[int], images: Sequence[SizedFile], layout: ImageLayout
 ) -> tuple[list[int], tuple[PromptImage, ...]]:

@@ -21,6 +21,7 @@ class BlockOwner(Enum):
     PUSH = "push"  # being pushed to a decode node
     DRAINING = "draining"  # the request has ended, but a push may still read the block
     STEP = "step in flight"  # the request has ended, but the running step still writes the block
+    CACHE = "cache"  # encodings that an encode node keeps for later commands
     NULL_BLOCK = "null block"  # placeholder for blocks outside a sliding window, held for ever
 
 

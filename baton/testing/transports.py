@@ -22,6 +22,7 @@ from kvconnector.base import (
     TransferEvent,
     TransferEventKind,
 )
+from kvconnector.blocks import LayerRange
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.base import MakeTransport
 
@@ -89,13 +90,15 @@ class Pair:
         self.sender.start(request_id, 0, peer, num_tokens=num_tokens, num_blocks=num_blocks)
         self.wait("d", TransferEventKind.STARTED, request_id)
 
-    def grant(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+    def grant(
+        self, request_id: str, block_ids: tuple[int, ...], epoch: int = 0, first_block: int = 0
+    ) -> None:
         """Give a transfer its blocks at the receiver."""
         engine_id = self.sender.peer_info.engine_id
         self.receiver.grant(
             KVReservation(
-                request_id=request_id, epoch=0, engine_id=engine_id, block_ids=block_ids,
-                first_block=0,
+                request_id=request_id, epoch=epoch, engine_id=engine_id, block_ids=block_ids,
+                first_block=first_block,
             )
         )  # fmt: skip
 
@@ -106,15 +109,22 @@ class Pair:
         block_ids: tuple[int, ...],
         num_tokens: int,
         token_id: int | None = None,
+        epoch: int = 0,
+        layers: LayerRange | None = None,
+        is_computed: Callable[[], bool] | None = None,
     ) -> None:
-        """Push computed blocks; with ``token_id``, the last ones."""
+        """Push blocks, or some of their layers; with ``token_id``, the last ones.
+
+        Args:
+            is_computed: returns whether the blocks are computed; None: they are.
+        """
         record = None
         if token_id is not None:
             record = HandoffRecord(num_tokens=num_tokens, token_id=token_id)
         self.sender.push(
             BlockPush(
-                request_id=request_id, epoch=0, first_block=first_block, block_ids=block_ids,
-                num_tokens=num_tokens, record=record, layers=None, is_computed=None,
+                request_id=request_id, epoch=epoch, first_block=first_block, block_ids=block_ids,
+                num_tokens=num_tokens, record=record, layers=layers, is_computed=is_computed,
             )
         )  # fmt: skip
 

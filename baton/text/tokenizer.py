@@ -123,6 +123,7 @@ class Tokenizer:
         template_options: Mapping[str, Any] | None = None,
         continues_last: bool = False,
         template: str | None = None,
+        replaced: tuple[str, str] | None = None,
     ) -> list[int]:
         """Return a conversation's token ids, up to where the assistant's answer begins.
 
@@ -132,6 +133,8 @@ class Tokenizer:
             continues_last: whether the prompt ends inside the last message, so that the answer
                 continues it.
             template: template to use in place of the checkpoint's; its cost is not limited here.
+            replaced: a part of the rendered text, such as an image's marker, and the text that
+                replaces this part before tokenizing.
 
         Raises InvalidRequestError if there is no template, or if it refuses the messages.
         """
@@ -144,6 +147,8 @@ class Tokenizer:
             text = self._render_continued(messages, options)
         else:
             text = self.render_chat(messages, **options)
+        if replaced is not None:
+            text = text.replace(*replaced)
         # The template has written the special tokens already.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids

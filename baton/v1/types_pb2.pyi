@@ -19,6 +19,7 @@ class NodeRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_ROLE_UNSPECIFIED: _ClassVar[NodeRole]
     NODE_ROLE_PREFILL: _ClassVar[NodeRole]
     NODE_ROLE_DECODE: _ClassVar[NodeRole]
+    NODE_ROLE_ENCODE: _ClassVar[NodeRole]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -26,6 +27,7 @@ FINISH_REASON_ABORT: FinishReason
 NODE_ROLE_UNSPECIFIED: NodeRole
 NODE_ROLE_PREFILL: NodeRole
 NODE_ROLE_DECODE: NodeRole
+NODE_ROLE_ENCODE: NodeRole
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "stop", "logprobs", "prompt_logprobs", "structured_output", "thinking")
@@ -135,20 +137,26 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillReceipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s")
+    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s", "num_encodings_received", "num_encodings_lost", "encodings_wait_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEND_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENCODINGS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENCODINGS_LOST_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     num_chunks: int
     num_computed_tokens: int
     num_cached_tokens: int
     send_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ...) -> None: ...
+    num_encodings_received: int
+    num_encodings_lost: int
+    encodings_wait_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ..., num_encodings_received: _Optional[int] = ..., num_encodings_lost: _Optional[int] = ..., encodings_wait_s: _Optional[float] = ...) -> None: ...
 
 class PushReceipt(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s", "num_descriptors", "posting_s")

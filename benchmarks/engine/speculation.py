@@ -154,7 +154,7 @@ def compare(
         share_computed=num_draft_steps / max(num_tokens - num_accepted, 1),
         step_cost=num_steps[0] / num_steps[1] / ratio,
         equal=equal,
-        why=drafting.engine.why_drafts(),
+        why=drafting.engine.features.why_drafts(),
     )
 
 

@@ -30,14 +30,17 @@ from benchmarks.runner.run import Document, Run
 KIBIBYTES = (8, 16, 32, 64)
 # Sums over one transport follow one another, as in a step, so that the ranks arrive together.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
-# Name -> (threads of all ranks together, ranks per stage, stages).
-ENGINES = {
-    "one process, 1 thread": (1, 1, 1),
-    "one process, 2 threads": (2, 1, 1),
-    "TP 2": (2, 2, 1),
-    "PP 2": (2, 1, 2),
+ONE_THREAD, STAGES = "one process, 1 thread", {"num_threads": 2, "pipeline_parallel_size": 2}
+ENGINES: dict[str, dict[str, Any]] = {
+    ONE_THREAD: {"num_threads": 1},
+    "one process, 2 threads": {"num_threads": 2},
+    "TP 2": {"num_threads": 2, "tensor_parallel_size": 2},
+    "PP 2": STAGES,
+    "PP 2, 8 + 4 layers": {**STAGES, "pipeline_layers": "8,4"},  # logits take as long as 4 layers
 }
 CHUNK_TOKENS, NUM_CHUNKS, DECODE_TOKENS = 128, 12, 48
+BATCH, NUM_PROMPTS = 16, 4
+BATCHES = {f"{BATCH} decodes": "batch_token_s", f"{NUM_PROMPTS} prompts": "prompts_s"}
 SHAPES = {"P1 -> D1": (1, 1), "P2 -> D1": (2, 1), "P1 -> D2": (1, 2)}
 PROMPT_TOKENS, NUM_HANDOVERS, NUM_STARTS = 1000, 16, 2
 REST_S = 5.0
@@ -102,17 +105,14 @@ def measure_sums() -> dict[str, dict[str, float]]:
 
 
 def run_engine(name: str, folder: Path) -> dict[str, float]:
-    """Return seconds of a decode step and a prompt, and CPU time of idle ranks, of one engine."""
+    """Return seconds of decodes and prompts, and the CPU time of idle ranks, of one engine."""
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
 
-    threads, num_ranks, num_stages = ENGINES[name]
     llm = LLM(
         str(folder),
         dtype="float32",
-        num_threads=threads,
-        tensor_parallel_size=num_ranks,
-        pipeline_parallel_size=num_stages,
+        **ENGINES[name],
         prefix_cache=False,
         long_prefill_token_threshold=CHUNK_TOKENS,
         max_num_batched_tokens=CHUNK_TOKENS,
@@ -120,16 +120,24 @@ def run_engine(name: str, folder: Path) -> dict[str, float]:
     )
     draw = random.Random(0)
 
-    def seconds(num_prompt: int, num_output: int) -> float:
-        prompt = draw.choices(range(30_000), k=num_prompt)
+    def seconds(num_prompt: int, num_output: int, num_requests: int = 1) -> float:
+        prompts = [draw.choices(range(30_000), k=num_prompt) for _ in range(num_requests)]
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_output)
         started = time.perf_counter()
-        llm.generate([prompt], params)
+        llm.generate(prompts, params)
         return time.perf_counter() - started
 
+    def seconds_per_token(num_requests: int) -> float:
+        """Return seconds per decoded token; prompts are not counted."""
+        whole = seconds(32, DECODE_TOKENS, num_requests)
+        prompts = seconds(32, 1, num_requests)
+        return (whole - prompts) / (DECODE_TOKENS - 1) / num_requests
+
     seconds(CHUNK_TOKENS * 2, 8)  # warms up
-    decode = [(seconds(32, DECODE_TOKENS) - seconds(32, 1)) / (DECODE_TOKENS - 1) for _ in range(3)]
+    decode = [seconds_per_token(1) for _ in range(3)]
+    batch = [seconds_per_token(BATCH) for _ in range(2)]
     prompt = [seconds(CHUNK_TOKENS * NUM_CHUNKS, 1) for _ in range(3)]
+    prompts = seconds(CHUNK_TOKENS * NUM_CHUNKS, 1, NUM_PROMPTS)
     others = ranks_of(os.getpid())[1:]
     before = sum(map(cpu_seconds, others))
     time.sleep(REST_S)
@@ -138,6 +146,8 @@ def run_engine(name: str, folder: Path) -> dict[str, float]:
     return {
         "decode_s": statistics.median(decode),
         "prompt_s": statistics.median(prompt),
+        "batch_token_s": min(batch),
+        "prompts_s": prompts,
         "idle_share": idle,
     }
 
@@ -154,7 +164,7 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
     for _ in range(rounds):
         for name, figures in found.items():
             command = call_words("benchmarks.engine_cpu.parallel:print_engine", name, folder)
-            environment = own_environment(OMP_NUM_THREADS=str(ENGINES[name][0]))
+            environment = own_environment(OMP_NUM_THREADS=str(ENGINES[name]["num_threads"]))
             for figure, value in answer_of(command, env=environment).items():
                 figures.setdefault(figure, []).append(value)
     return found
@@ -221,11 +231,15 @@ def ratios(
             name: {figure: min(values) for figure, values in figures.items()}
             for name, figures in engines.items()
         }
-        one, two = best["one process, 1 thread"], best["one process, 2 threads"]
+        one, two = best[ONE_THREAD], best["one process, 2 threads"]
         found["decode TP 2 / 2 threads"] = two["decode_s"] / best["TP 2"]["decode_s"]
         found["decode TP 2 / 1 thread"] = one["decode_s"] / best["TP 2"]["decode_s"]
         found["decode 2 threads / 1 thread"] = one["decode_s"] / two["decode_s"]
         found["prompt PP 2 / 1 thread"] = one["prompt_s"] / best["PP 2"]["prompt_s"]
+        for name in ("PP 2", "PP 2, 8 + 4 layers"):
+            for what, figure in BATCHES.items():
+                if figure in one and name in best:  # earlier results lack them
+                    found[f"{what}, {name} / 1 thread"] = one[figure] / best[name][figure]
         found["idle rank, share of a core"] = max(
             max(engines[name]["idle_share"]) for name in ("TP 2", "PP 2")
         )

@@ -296,7 +296,7 @@ SUBJECT = Subject(
         Measurement(
             "engine_cpu.adapters",
             "kernels/csrc kernels/baton_kernels/native models/adapters"
-            " node_runtime/adapter_queue.py router/fleet/adapter_places.py router/policies",
+            " node_runtime/adapters router/fleet/adapter_places.py router/policies",
             (ADAPTERS,),
         ),
         Measurement(

@@ -183,7 +183,7 @@ SUBJECT = Subject(
         Measurement(
             "faults.many_names",
             "router/names router/fleet/adapter_places.py router/api/admin/adapters.py"
-            " node_runtime/adapter_queue.py engine/adapters.py",
+            " node_runtime/adapters/adapter_queue.py engine/adapters.py",
             (MANY_NAMES,),
         ),
         Measurement("faults.innocents", "router/calls kvconnector"),

@@ -20,7 +20,7 @@ from baton.link.words import KVCacheEvents
 from benchmarks.runner.environment import summary
 from benchmarks.runner.run import Document, Run
 from engine.core.block_pool import BlockPool
-from node_runtime.kv_event_feed import KVEventFeed
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 

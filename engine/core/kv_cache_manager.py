@@ -95,7 +95,11 @@ class KVCacheManager:
         return self._longest_hit(request, request.num_tokens - 1)
 
     def num_usable_cached_tokens(self, request: Request) -> int:
-        """Return the length of a request's longest cached prefix, in tokens."""
+        """Return how many tokens of a new request would be found in the prefix cache now.
+
+        The last token must be computed for its logits and is not counted, unlike in
+        `find_initial_prefix`. Layers with a window count little, as only one window is cached.
+        """
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
     def _longest_hit(self, request: Request, num_tokens: int) -> list[int]:

@@ -67,6 +67,7 @@ class EngineMetrics:
         accepted_drafts_by_place: accepted drafts by their place among a request's drafts of one
             step: first, second, and so on.
         images_encoded_total: images that steps encoded, counted again if the encoding was dropped.
+        encodings_received_total: images in prompts that an encode node encoded.
         encoder_cache_hits_total: images in prompts whose encoding was cached.
         encoder_seconds_total: seconds in the image encoder; part of ``forward_seconds_total``.
         forward_seconds_total: seconds in the model and the sampler.
@@ -113,6 +114,7 @@ class EngineMetrics:
     requests_started_by_priority: Mapping[str, int] = field(default_factory=dict)
     preemptions_by_priority: Mapping[str, int] = field(default_factory=dict)
     images_encoded_total: int = 0
+    encodings_received_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_seconds_total: float = 0.0
 
@@ -173,9 +175,18 @@ class EngineCounters:
     attended: int = 0
     kv_read: int = 0
     images_encoded: int = 0
+    encodings_received: int = 0
     encoder_cache_hits: int = 0
     encoder_s: float = 0.0
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+
+    def note_start(self, request: Request) -> None:
+        """Count a request that begins to run."""
+        self.started[sign_of(request.priority)] += 1
+
+    def note_preemption(self, request: Request) -> None:
+        """Count a preempted request."""
+        self.preempted[sign_of(request.priority)] += 1
 
     def note_step(self, num_tokens: int) -> None:
         """Count a step that computed ``num_tokens`` tokens."""

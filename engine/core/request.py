@@ -73,9 +73,11 @@ class Request:
             last.
         row: row of the worker's batch that holds the request; -1: none. Set by `StepPlanner`.
         num_planned_blocks: blocks that the worker has been told of. Set by `StepPlanner`.
-        num_tokens_in_flight: tokens computed by steps in flight (two at most).
+        num_tokens_in_flight: tokens computed by steps in flight: two at most, or as many as there
+            are pipeline stages.
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
             drafts may sample more, so it must end before the request's next step is scheduled.
+            With several pipeline stages, every step that samples must.
 
         pooling: what to compute from the prompt's hidden states; None: sample tokens.
 
@@ -215,6 +217,10 @@ class Request:
     def image_spans(self) -> tuple[ImageSpan, ...]:
         """Return the token range of each image in the prompt, in order."""
         return () if self.images is None else self.images.spans
+
+    def can_compute_from(self, num_cached_tokens: int) -> bool:
+        """Return whether this engine can compute the tokens after a cached prefix."""
+        return self.images is None or self.images.may_compute_from(num_cached_tokens)
 
     @property
     def awaits_pixels(self) -> bool:

@@ -17,17 +17,15 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
 
-from baton.api.errors import BatonError, DamagedModelError, InvalidRequestError
+from baton.api.errors import BatonError, DamagedModelError
 from baton.api.outputs import RequestDelta
 from engine.core.drafts import ALL, DraftPolicy, Drafts
-from engine.core.grammar import GrammarState, MaskMaker, MasksAtOnce, allowed_bits
+from engine.core.grammar import GrammarState, MaskMaker
+from engine.core.grammar_steps import GrammarSteps
 from engine.core.images.image_steps import ImageSteps
-from engine.core.images.prompt_images import PromptImages
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
-from engine.core.metrics import EngineCounters, sign_of
+from engine.core.metrics import EngineCounters
 from engine.core.outputs import (
     ModelRunnerOutput,
     PromptLogprobs,
@@ -61,11 +59,15 @@ class Scheduler:
         by_priority: whether requests run in order of priority; otherwise in order of arrival.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
-        encoder_cache_tokens: maximum number of tokens of all image encodings that the workers
-            cache.
-        max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
+        encoder_cache_tokens: most tokens of all image encodings that the workers cache.
+        max_num_encoder_input_tokens: most tokens of the images that one step encodes.
+        num_stages: pipeline stages, and so most steps in flight. With several, running requests
+            are divided into as many micro-batches (ADR 0107).
+        keeps_images_whole: whether one step computes all tokens of an image, as these see each
+            other.
 
     Attributes:
+        num_stages: the argument, unchanged.
         num_preemptions: number of preemptions since the start.
         counters: counts of all work since the start.
         failures: (request id, reason) of requests that cannot continue. The reader of this list
@@ -73,10 +75,8 @@ class Scheduler:
         handed_back: requests that ended because another node must compute them; the reader empties
             the list.
         drafts: drafts for later steps.
-        masks: the argument, or its default.
+        grammars: lets requests with grammars sample once their masks are ready.
         images: chooses the images that each step encodes.
-        awaits_masks: whether the latest step is empty because no running request's grammar mask was
-            ready; other threads compute masks, but do not wake the engine.
     """
 
     def __init__(
@@ -93,14 +93,16 @@ class Scheduler:
         masks: MaskMaker | None = None,
         encoder_cache_tokens: int = 0,
         max_num_encoder_input_tokens: int = 0,
+        num_stages: int = 1,
+        keeps_images_whole: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
+        self.num_stages = num_stages
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.counters = EngineCounters()
         self.failures: list[tuple[str, BatonError]] = []
         self.handed_back: list[Request] = []
-        self.awaits_masks = False
         self.by_priority = by_priority
         self._hands_back = preemption == "hand-back"
         self._max_num_requests = max_num_requests
@@ -108,6 +110,7 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = ALL  # prompt tokens left for this step
+        self._num_decodes_left = ALL  # decodes left for this step
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom(by_priority=by_priority)
         in_steps = drafting is not None and drafting.in_steps
@@ -119,8 +122,13 @@ class Scheduler:
             long_prefill_token_threshold=long_prefill_token_threshold,
             policy=drafting,
         )
-        self.masks = masks or MasksAtOnce()
-        self.images = ImageSteps(encoder_cache_tokens, max_num_encoder_input_tokens, self.counters)
+        self.grammars = GrammarSteps(masks)
+        self.images = ImageSteps(
+            encoder_cache_tokens,
+            max_num_encoder_input_tokens,
+            self.counters,
+            keeps_whole=keeps_images_whole,
+        )
         self._num_steps_in_flight = 0
         self._num_adapted = 0  # open requests with an adapter
 
@@ -189,8 +197,7 @@ class Scheduler:
         self._room.queue(request)
         if drafts:
             self.drafts.kept[request_id] = drafts
-        if request.grammar is not None and not self._accept(request.grammar, [token_id]):
-            self._fail_by_grammar(request)
+        self._accept(request, [token_id])
 
     def set_grammar(self, request: Request, grammar: GrammarState | BatonError) -> None:
         """Set a request's compiled grammar, or its error; ignored if the request has ended.
@@ -201,34 +208,25 @@ class Scheduler:
         if self.requests.get(request.request_id) is not request:
             return
         if isinstance(grammar, BatonError):
-            self._fail(request, grammar)
+            self.fail(request, grammar)
             return
         request.grammar = grammar
-        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+        self.resume(request)
+        self._accept(request, request.output_token_ids[grammar.num_accepted :])
+
+    def resume(self, request: Request) -> None:
+        """Put a request in line if it waited for its grammar or pixels, and both are ready."""
+        if request.status in (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_PIXELS):
             self._room.queue(request)
-        if not self._accept(grammar, request.output_token_ids[grammar.num_accepted :]):
-            self._fail_by_grammar(request)
 
-    def set_pixels(self, images: PromptImages, error: BatonError | None = None) -> None:
-        """Continue the requests that wait for these pixel values, or end them with an error."""
-        for request in list(self.requests.values()):
-            if request.images is not images:
-                continue
-            if error is not None:
-                self._fail(request, error)
-            elif request.status is RequestStatus.WAITING_FOR_PIXELS:
-                self._room.queue(request)
+    def fail(self, request: Request, error: BatonError) -> None:
+        """Record a failure; end the request unless a peer may still write its blocks.
 
-    def fail_images(self, failed: Mapping[bytes, str]) -> None:
-        """End the requests that need images that could not be encoded.
-
-        Call before `update`, which then ignores these requests' results.
-
-        Args:
-            failed: why encoding failed, by the image's digest.
+        A step in flight then keeps nothing of the request, as `update` comes later.
         """
-        for request, error in self.images.failures(failed, list(self.requests.values())):
-            self._fail(request, error)
+        self.failures.append((request.request_id, error))
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.abort(request.request_id)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; return the request, or None if the id is unknown.
@@ -257,7 +255,7 @@ class Scheduler:
         """
         for request_id in without_numbers:
             if (request := self.requests.get(request_id)) is not None:
-                self._fail(request, DamagedModelError(_NO_NUMBERS))
+                self.fail(request, DamagedModelError(_NO_NUMBERS))
 
     # ------------------------------------------------------------------ a step
 
@@ -283,16 +281,18 @@ class Scheduler:
     @property
     def num_competing(self) -> int:
         """Return the number of requests that may be in the next step."""
-        return min(len(self._running) + len(self._room), self._max_num_requests)
+        num_requests = min(len(self._running) + len(self._room), self._max_num_requests)
+        return -(-num_requests // self.num_stages)
 
     def schedule(self, num_beside_decodes: int = ALL) -> SchedulerOutput:
         """Choose what the next step computes, and allocate blocks for it.
 
-        May be called while a step runs (between `begin_step` and `update`). Each request that
-        samples in the running step then counts as one token longer. Requests with drafts in the
-        running step, and requests that get drafts from it, are not scheduled. No request is
-        preempted, because the running step writes into its blocks; if memory is short, nothing is
-        scheduled.
+        May be called while steps run (between `begin_step` and `update`). With one stage, each
+        request that samples in the running step then counts one token more. With several stages,
+        such a request is left for a later step, so that a plan contains all its tokens, and a step
+        decodes at most its share of the requests that decode. Requests that compute drafts in a
+        running step, or get drafts from it, are left for a later step. No request is preempted, as
+        running steps write into its blocks: if memory is short, nothing is scheduled.
 
         Args:
             num_beside_decodes: maximum number of prompt tokens if a request decodes, in addition to
@@ -300,13 +300,11 @@ class Scheduler:
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
-        self.awaits_masks = False
         if self.drafts.has_policy:
             self.drafts.plan_step(self.num_competing, self._running)
-        if not self._num_steps_in_flight:
-            self.masks.wait()
-        if self.images.is_active:
-            self.images.begin_step()
+        may_wait = self.num_stages > 1 or not self._num_steps_in_flight
+        self.grammars.begin_step(may_wait=may_wait)
+        self.images.begin_step()
         is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
         num_allowed = ALL
         if is_mixed:
@@ -316,6 +314,7 @@ class Scheduler:
             # step's end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
+        self._num_decodes_left = ALL if self.num_stages == 1 else self._decodes_per_step()
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
@@ -331,8 +330,7 @@ class Scheduler:
             scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
         if not scheduled and self._running and not self._num_steps_in_flight:
-            self.awaits_masks = True
-            self.masks.wait_for_any()  # no request can run before its grammar mask is ready
+            self.grammars.wait_for_any()  # no request can run before its grammar mask is ready
         num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
         return SchedulerOutput(
             tuple(scheduled), num_tokens, has_drafts, num_drafts, is_mixed, num_prompt_tokens
@@ -345,8 +343,8 @@ class Scheduler:
         Prompt chunks stay in the step, because hooks that push their blocks after each layer may
         already exist.
         """
-        self.masks.wait()
-        return scheduled.without(self._lacks_mask)
+        self.grammars.masks.wait()
+        return scheduled.without(self.grammars.lacks_mask)
 
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
@@ -356,24 +354,15 @@ class Scheduler:
         Call right before `begin_step`.
         """
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
-        if self.images.is_active:
-            plan = replace(plan, images=self.images.plan(scheduled.scheduled))
-        if not plan.constrained:
-            return plan, StepHooks(after_layer)
-        drafts = {item.request.request_id: item.draft_token_ids for item in scheduled.scheduled}
-        grammars = {
-            request_id: (grammar, len(drafts[request_id]))
-            for request_id in plan.constrained
-            if (grammar := self.requests[request_id].grammar) is not None
-        }
-        return plan, StepHooks(after_layer, partial(allowed_bits, grammars))
+        plan = self.images.add_to(plan, scheduled.scheduled)
+        return plan, self.grammars.hooks(plan, scheduled.scheduled, after_layer)
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Count a step's tokens as in flight, because the step is about to be launched.
 
-        At most two steps are in flight; each ends with `update`.
+        At most two steps are in flight, or as many as there are stages; each ends with `update`.
         """
-        assert self._num_steps_in_flight < 2
+        assert self._num_steps_in_flight < max(self.num_stages, 2)
         self._num_steps_in_flight += 1
         for item in scheduled.scheduled:
             item.request.add_in_flight(item.num_scheduled_tokens)
@@ -424,7 +413,7 @@ class Scheduler:
             reason = None
             if ended is not None:
                 if ended is RequestStatus.FINISHED_ABORTED:
-                    self._fail_by_grammar(request)
+                    self.fail(request, self.grammars.error_of(request))
                     continue
                 self._finish(request, ended)
                 finished.append(request)
@@ -451,8 +440,8 @@ class Scheduler:
             ended = self.drafts.append(item, sampled, scheduled)
         else:
             ended = request.append(sampled[0])
-        if ended is None and request.grammar is not None and not request.grammar.has_mask:
-            self.masks.begin_mask(request.grammar)
+        if ended is None:
+            self.grammars.begin_mask(request)
         return ended, tuple(request.token_ids[num_known:])
 
     def check(self) -> None:
@@ -480,9 +469,9 @@ class Scheduler:
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # waits for the step in flight, or for the prompt token limit
+            if num_tokens <= 0:  # waits for a step in flight, a later step, or the prompt budget
                 continue
-            if request.grammar is not None and not self._may_run(request, num_tokens):
+            if request.grammar is not None and not self.grammars.may_run(request, num_tokens):
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
             fits = target * num_groups <= len(request.block_ids) * block_size  # usually true
@@ -503,7 +492,7 @@ class Scheduler:
             if request is None:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # no room left in the step for the request's chunk
+            if num_tokens <= 0:  # no room in the step for the request's tokens
                 break
             target = request.num_computed_tokens + num_tokens
             if self.kv_cache_manager.allocate(request, target) is None:
@@ -535,9 +524,8 @@ class Scheduler:
                 break
             self._room.pop()
             request.num_computed_tokens = num_cached
-            if request.images is not None and not request.images.may_compute_from(num_cached):
-                # The request came without image files, and its images' cached blocks have been
-                # evicted since.
+            if not request.can_compute_from(num_cached):
+                # The cached blocks of its images have left since it came without files.
                 self._hand_back(request)
                 continue
             if request.num_preemptions == 0:
@@ -550,9 +538,9 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         if request.started_at is None:
             request.started_at = time.monotonic()
-            self.counters.started[sign_of(request.priority)] += 1
+            self.counters.note_start(request)
         bisect.insort(self._running, request, key=lambda r: r.rank)
-        if num_tokens <= 0 or not self._may_run(request, num_tokens):
+        if num_tokens <= 0 or not self.grammars.may_run(request, num_tokens):
             return 0
         return self._add(request, num_tokens, scheduled)
 
@@ -563,6 +551,8 @@ class Scheduler:
         scheduled.append(ScheduledRequest(request, num_tokens))
         if num_tokens > 1:
             self._num_prefill_tokens_left -= num_tokens
+        else:
+            self._num_decodes_left -= 1
         return num_tokens
 
     # ------------------------------------------------------------------ inside
@@ -571,64 +561,45 @@ class Scheduler:
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
         self._num_adapted += bool(request.adapter)
-        if request.images is not None:
-            self.images.register(request)
+        self.images.register(request)
         self._room.give_rank(request)
-        if request.grammar is not None and not request.grammar.has_mask:
-            self.masks.begin_mask(request.grammar)
+        self.grammars.begin_mask(request)
 
-    def _may_run(self, request: Request, num_tokens: int) -> bool:
-        """Return whether a request may compute these tokens, or must wait for a grammar mask."""
-        grammar = request.grammar
-        if grammar is None or grammar.has_mask or request.num_tokens_pending:
-            return True  # with a step in flight, `with_masks` checks once more
-        return request.num_computed_tokens + num_tokens < request.num_tokens
-
-    def _lacks_mask(self, item: ScheduledRequest) -> bool:
-        """Return whether a scheduled request samples a token whose grammar mask is not ready."""
-        if self._may_run(item.request, item.num_scheduled_tokens):
-            return False
-        request = item.request
-        assert request.num_computed_tokens >= request.num_initial_tokens, "leaves out a prompt"
-        return True
-
-    def _accept(self, grammar: GrammarState, token_ids: list[int]) -> bool:
-        """Advance a grammar by tokens of the output, and begin the mask of the next token."""
-        is_right = all(grammar.accept(token_id) for token_id in token_ids) and not grammar.problem
-        if is_right and not grammar.has_mask:
-            self.masks.begin_mask(grammar)
-        return is_right
-
-    def _fail_by_grammar(self, request: Request) -> None:
-        assert request.grammar is not None
-        field, _, problem = request.grammar.problem.partition(": ")
-        self._fail(request, InvalidRequestError(field, problem))
-
-    def _fail(self, request: Request, error: BatonError) -> None:
-        """Record a failure, and end the request unless a remote node may still write its blocks."""
-        self.failures.append((request.request_id, error))
-        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self.abort(request.request_id)
+    def _accept(self, request: Request, token_ids: list[int]) -> None:
+        """Advance a request's grammar, if any; end the request if the grammar refuses a token."""
+        if error := self.grammars.accept(request, token_ids):
+            self.fail(request, error)
 
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens
         if request.num_tokens_in_flight:
+            if self.num_stages > 1 and _awaits_result(request):
+                return 0
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
             if request.request_id in self.drafts.kept:  # the request's drafts are out of date
                 return 0
-        if missing == 1 and request.images is None:
-            return 1
-        left = self._num_prefill_tokens_left if missing > 1 else 1
+        if missing == 1:
+            if self._num_decodes_left <= 0:  # left for the next micro-batch
+                return 0
+            return 1 if request.images is None else self.images.limit(request, 1, 1)
+        left = self._num_prefill_tokens_left
         size = min(missing, budget, self._long_prefill_token_threshold, left)
-        if request.images is not None:
-            size = self.images.limit(request, size)
-            if missing == 1:
-                return size
-        if size == 1:  # `_add` does not count single tokens, because most of them are decodes
+        size = self.images.limit(request, size, min(missing, budget))
+        if size == 1:  # `_add` does not count single tokens, as most of them are decodes
             self._num_prefill_tokens_left -= 1
         return size
+
+    def _decodes_per_step(self) -> int:
+        """Return how many requests decode in the next step, if all stages are to have equal work.
+
+        Requests in flight count, too. A request that is left out goes first in one of the next
+        steps: as long as requests are left out, all steps in flight have their full share, so the
+        last of them takes the rest.
+        """
+        num_decodes = sum(map(_is_decoding, self._running)) + self._room.num_arrived
+        return max(-(-num_decodes // self.num_stages), 1)
 
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
         """Give a running request blocks for ``target`` tokens; preempt the last request if needed.
@@ -647,15 +618,14 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.counters.preempted[sign_of(request.priority)] += 1
-        if self._hands_back or (request.images is not None and not request.images.files):
+        self.counters.note_preemption(request)
+        if self._hands_back or not request.can_compute_from(0):
             self._hand_back(request)
             return
         self.kv_cache_manager.free(request)
         self._leave_batch(request)
         request.num_computed_tokens = 0
-        if request.images is not None:
-            self.images.start_again(request)
+        self.images.start_again(request)
         self._room.put_back(request)
 
     def _hand_back(self, request: Request) -> None:
@@ -677,8 +647,7 @@ class Scheduler:
         num_prompt_tokens = min(prompt_left, num_tokens)
         request.num_prompt_tokens_computed += num_prompt_tokens
         self.counters.prompt_tokens_computed += num_prompt_tokens
-        if request.images is not None:
-            self.images.note_computed(request)
+        self.images.note_computed(request)
         if num_tokens >= prompt_left:
             for sibling in request.take_siblings():
                 self.kv_cache_manager.share_prompt(request, sibling)
@@ -694,20 +663,24 @@ class Scheduler:
         self._leave_batch(request)
         self._free_when_idle(request)
         self._num_adapted -= bool(request.adapter)
-        if request.images is not None:
-            self.images.unregister(request)
+        self.images.unregister(request)
         del self.requests[request.request_id]
 
     def _leave_batch(self, request: Request) -> None:
         self._planner.leave(request)
-        if request.images is not None:
-            self.images.leave_batch(request)
+        self.images.leave_batch(request)
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
         # else `update` frees the blocks once no step writes them
         if not request.num_tokens_in_flight:
             self.kv_cache_manager.free(request)
+
+
+def _awaits_result(request: Request) -> bool:
+    """Return whether a request's next tokens, or their sampling, depend on the steps in flight."""
+    wants_logprobs = request.sampling_params.prompt_logprobs is not None
+    return bool(request.num_tokens_pending or request.changes_logits or wants_logprobs)
 
 
 def _is_decoding(request: Request) -> bool:

@@ -45,7 +45,9 @@ class Executor(Protocol):
         max_model_len: maximum number of tokens of one request.
         kv_memory: KV memory of the worker in this process.
         runs_ahead: whether a step may be submitted before the previous one has ended; `submit`
-            then returns at once.
+            then returns at once. With one pipeline stage, the new step may compute tokens that the
+            previous one samples (`UNKNOWN_TOKEN`). With several, as many steps may be in flight,
+            and all their tokens are known.
     """
 
     config: EngineConfig

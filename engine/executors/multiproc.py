@@ -91,7 +91,8 @@ class MultiprocExecutor(RanksExecutor):
         ]
         others = OtherRanks(ranks, folder.close)
         size, stage_size = config.num_ranks, config.tensor_parallel_size
-        # The calling thread is pinned to the rank's cores only while it computes.
+        # The calling thread moves to the rank's cores only while it computes; if steps run ahead,
+        # a thread of its own computes, and stays on these cores.
         self._cores = cores_of_rank(config, config.leader)
         with on_cores(self._cores):
             super().__init__(
@@ -104,5 +105,5 @@ class MultiprocExecutor(RanksExecutor):
             os.close(shared)  # no longer needed once the memory is mapped
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
-        with on_cores(self._cores):
+        with on_cores(frozenset() if self.runs_ahead else self._cores):
             return super().submit(plan, hooks)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from baton.api.errors import InvalidRequestError
-from baton.api.images import ImageLayout, PromptImage
+from baton.api.errors import BatonError, InvalidRequestError
+from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from engine.core.images.prompt_images import PromptImages
+from engine.core.outputs import ModelRunnerOutput
 from engine.core.scheduler import Scheduler
 from engine.images.pixel_maker import PixelMaker
 
@@ -20,7 +21,9 @@ class ImageInputs:
         layout: the rule by which the model maps an image to tokens; None: the model takes no
             images.
         pixels: makes pixel values; None: the model takes no images.
-        most_tokens: maximum number of tokens of one image.
+        most_tokens: most tokens of one image.
+        most_in_a_step: most tokens of an image that one step must compute; None: steps may cut
+            images.
 
     Attributes:
         layout: the argument, unchanged.
@@ -31,9 +34,11 @@ class ImageInputs:
         layout: ImageLayout | None = None,
         pixels: PixelMaker | None = None,
         most_tokens: int = 0,
+        most_in_a_step: int | None = None,
     ) -> None:
         self.layout = layout
         self._pixels, self._most_tokens = pixels, most_tokens
+        self._most_in_a_step = most_in_a_step
 
     @property
     def are_taken(self) -> bool:
@@ -46,9 +51,12 @@ class ImageInputs:
         return self._pixels is not None and self._pixels.is_busy
 
     def of_prompt(
-        self, images: Sequence[PromptImage], token_ids: Sequence[int]
+        self, images: Sequence[PromptImage], token_ids: Sequence[int], *, need_files: bool = False
     ) -> PromptImages | None:
         """Check a future request's images and return them; None: the prompt has none.
+
+        Args:
+            need_files: whether images without files are refused, as they are encoded here.
 
         Raises InvalidRequestError.
         """
@@ -57,7 +65,12 @@ class ImageInputs:
         if self.layout is None:
             raise InvalidRequestError("images", _NO_IMAGES)
         placeholder = self.layout.placeholder_token_id
-        return PromptImages(images, token_ids, placeholder, self._most_tokens)
+        found = PromptImages(images, token_ids, placeholder, self._most_tokens)
+        if need_files and not found.files:
+            raise InvalidRequestError("images", "came without files to the node that encodes them")
+        if self._most_in_a_step is not None and found.files:
+            _check_steps(found.spans, self._most_in_a_step)
+        return found
 
     def start(self) -> None:
         """Start the processes that decode images, if the model takes images.
@@ -78,10 +91,15 @@ class ImageInputs:
         if self._pixels is None:
             return
         for images, error in self._pixels.take_ready():
-            scheduler.set_pixels(images, error)
+            set_pixels(scheduler, images, error)
         wanted, scheduler.images.wanted = scheduler.images.wanted, []
         for images in wanted:
             self._pixels.submit(images)
+
+    def note_step(self, output: ModelRunnerOutput, scheduler: Scheduler) -> None:
+        """Count a step's encoding, and end requests whose images could not be encoded."""
+        scheduler.counters.encoder_s += output.encoding_s
+        fail_images(scheduler, output.failed_images)
 
     def wait(self) -> None:
         """Wait until some request's images may have been decoded."""
@@ -97,3 +115,35 @@ class ImageInputs:
         """End the decoding processes."""
         if self._pixels is not None:
             self._pixels.close()
+
+
+def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:
+    """Raise InvalidRequestError if an image does not fit into a step beside other requests."""
+    for index, span in enumerate(spans):
+        if span.num_tokens > most:
+            limit = "max_num_batched_tokens - max_num_requests + 1"
+            problem = f"has {span.num_tokens} tokens, of which a step fits at most {most} ({limit})"
+            raise InvalidRequestError(f"images[{index}]", problem)
+
+
+def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | None = None) -> None:
+    """Let the requests that wait for pixel values go on, or end them with an error."""
+    for request in list(scheduler.requests.values()):
+        if request.images is not images:
+            continue
+        if error is not None:
+            scheduler.fail(request, error)
+        else:
+            scheduler.resume(request)
+
+
+def fail_images(scheduler: Scheduler, failed: Mapping[bytes, str]) -> None:
+    """End the requests that need images that could not be encoded.
+
+    Call this before `Scheduler.update`, which then keeps nothing of their step.
+
+    Args:
+        failed: digests, and why.
+    """
+    for request, error in scheduler.images.failures(failed, list(scheduler.requests.values())):
+        scheduler.fail(request, error)

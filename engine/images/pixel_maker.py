@@ -5,7 +5,8 @@
 
 Prompts are processed in order of arrival. Prompts with an equal image share its pixel values. Few
 prompts have pixel values at a time, because pixel values take many more bytes than the image's
-file. Refuses to know: queues of requests, steps, encoders.
+file. An image whose encoding another node has sent is not decoded. Refuses to know: queues of
+requests, steps, encoders.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ class PixelMaker:
                 continue
             self._gathered[images] = {}
             num_tokens = {span.digest: span.num_tokens for span in images.spans}
+            received, images.received = images.received, {}
             for digest, file in images.files.items():
-                pixels = self._alive.get(digest)
+                pixels = received.get(digest) or self._alive.get(digest)
                 if pixels is not None:
                     self._gathered[images][digest] = pixels
                 elif digest in self._making:

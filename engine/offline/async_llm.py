@@ -202,7 +202,7 @@ class AsyncLLM:
         self._thread = EngineLoop(
             self._step, self._die, name=ENGINE_THREAD, when_idle=engine.do_idle_work
         )
-        engine.wake_with(self._thread.wake)
+        engine.features.wake_with(self._thread.wake)
         self._thread.start()
 
     @property

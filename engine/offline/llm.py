@@ -50,6 +50,7 @@ from baton.checkpoint.pooling.answers import check_generates
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
+from baton.media.expand import as_written
 from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
@@ -177,7 +178,7 @@ class LLM:
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with _progress_bar(len(answers), shown=progress) as advance:
-            while self.engine.has_work or self.engine.awaits_pixels:
+            while self.engine.has_work or self.engine.features.awaits_pixels:
                 advance(self._step())
         return [answer.completion() for answer in answers]
 
@@ -215,7 +216,9 @@ class LLM:
     def _render(self, messages: Conversation) -> Prompt:
         assert self.tokenizer is not None
         plain, images = take_images(messages)
-        token_ids = self.tokenizer.encode_chat(plain)
+        layout = self.engine.features.images.layout if images else None
+        replaced = None if layout is None else (layout.marker, layout.written)
+        token_ids = self.tokenizer.encode_chat(plain, replaced=replaced)
         return {"prompt": token_ids, "images": images} if images else token_ids
 
     def embed(
@@ -555,7 +558,7 @@ class LLM:
             for request_id in list(self._answers):
                 self.abort_answer(request_id)
         engine = self.engine
-        while engine.has_work or engine.step_in_flight or engine.awaits_pixels:
+        while engine.has_work or engine.step_in_flight or engine.features.awaits_pixels:
             self._step()
 
     def _check_awake(self) -> None:
@@ -614,7 +617,7 @@ class LLM:
             waits: whether to wait for images if nothing else can be computed.
         """
         if waits and not self.engine.has_work:
-            self.engine.images.wait()
+            self.engine.features.images.wait()
         if self._dead:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
@@ -669,9 +672,12 @@ class LLM:
         images: Sequence[Any] = ()
         if isinstance(prompt, Mapping):
             images, prompt = prompt.get("images", ()), prompt["prompt"]
-        token_ids, placed = with_images(self._tokenize(prompt), images, engine.images.layout)
+        layout = engine.features.images.layout if images else None
+        if layout is not None and isinstance(prompt, str):
+            prompt = as_written(prompt, layout)
+        token_ids, placed = with_images(self._tokenize(prompt), images, layout)
         self._check_prompt(token_ids)
-        prompt_images = engine.images.of_prompt(placed, token_ids)
+        prompt_images = engine.features.images.of_prompt(placed, token_ids)
         params = self._with_marks(params, token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
         self._check_priority(priority)
@@ -690,7 +696,7 @@ class LLM:
                 max_model_len=engine.max_model_len,
                 adapter=digest,
                 priority=priority,
-                grammar=engine.compile_grammar(params) if compiles_now else None,
+                grammar=engine.features.grammars.compile_for(params) if compiles_now else None,
                 images=prompt_images,
             )
             for index in range(params.n)

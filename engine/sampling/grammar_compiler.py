@@ -160,6 +160,15 @@ class GrammarCompiler:
         for token_id in request.output_token_ids:
             request.grammar.accept(token_id)
 
+    def compile_for(self, params: SamplingParams) -> GrammarState | None:
+        """Compile the grammar of a future request, or track its thought; waits for the grammar.
+
+        Returns None for a request that has neither. Raises as `compile_now`.
+        """
+        if params.structured_output is None and params.thinking is None:
+            return None
+        return self.compile_now(params)
+
     def compile_now(self, params: SamplingParams) -> GrammarState:
         """Compile a grammar and wait for it; raises InvalidRequestError, OverloadedError."""
         if params.structured_output is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -17,7 +18,7 @@ from baton.engine_config import EngineConfig
 from baton.kv.layers import PagedKV
 from baton.kv.manifest import KVKind
 from baton_kernels import FP8, WeightFormat, reference
-from baton_kernels.attention import choose_attention_backend
+from baton_kernels.attention import WITH_ROW_ENDS, choose_attention_backend
 from baton_kernels.dispatch import native_ops
 from baton_kernels.ops import Ops
 from baton_kernels.packed import FLOAT8_CAPABILITY
@@ -172,6 +173,26 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
     if problem is not None:
         raise ConfigError(f"batch_invariant: {problem}")
     choose_attention_backend(device, asked_backend(config), invariant=True)
+
+
+def without_images_if_needed(
+    config: EngineConfig, device: torch.device, model: ModelConfig
+) -> EngineConfig:
+    """Switch images off, and log why, if the device cannot let an image's tokens see each other."""
+    if not config.images or not model.is_text_part or not model.whole_image_layers:
+        return config
+    name = asked_backend(config)
+    if name is None:
+        name, _ = choose_attention_backend(device, native=config.native_kernels)
+    if name in WITH_ROW_ENDS:
+        return config
+    logger.warning(
+        "prompts may have no images: the tokens of an image see each other in this model, and "
+        "attention backend %s on %s only looks back; use a CPU",
+        name,
+        device,
+    )
+    return replace(config, images=False)
 
 
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:

@@ -60,6 +60,7 @@ class GraphInputs:
         num_groups: number of groups of the KV cache.
         max_seq_len: maximum number of tokens of one request.
         device: device of the model.
+        num_steps: most steps in flight; each has a staging buffer of its own.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GraphInputs:
         num_groups: int,
         max_seq_len: int,
         device: torch.device,
+        num_steps: int = 2,
     ) -> None:
         self.sizes = tuple(sizes)
         self._capacity = capacity = self.sizes[-1]
@@ -82,7 +84,7 @@ class GraphInputs:
         pin = device.type == "cuda"
         self._host = tuple(
             _Sections(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin), sizes_of)
-            for _ in range(2)
+            for _ in range(num_steps)
         )
         self._arrays = tuple(
             {name: tensor.numpy() for name, tensor in sections.tensors.items()}
@@ -133,7 +135,7 @@ class GraphInputs:
         sampling: SamplingInput,
         deltas: Ints | None = None,
     ) -> ReplayStep:
-        """Write a step into the one of two staging buffers that the previous step does not use.
+        """Write a step into a staging buffer that no step in flight uses.
 
         Args:
             rows: `[num_requests]`, rows of the input batch.
@@ -145,7 +147,7 @@ class GraphInputs:
             deltas: `[num_requests]`, positions for RoPE minus ``positions``; None: all differences
                 are 0.
         """
-        self._staging = 1 - self._staging
+        self._staging = (self._staging + 1) % len(self._host)
         arrays = self._arrays[self._staging]
         num_requests = len(rows)
         size = self.size_for(num_requests)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
+from engine.core.images.image_plan import StepImages
 from engine.core.step_plan import SHARE, StepPlan
 from engine.worker.block_table import BlockTable
 from engine.worker.drafting.base import DraftingStep
@@ -26,9 +29,9 @@ from engine.worker.inputs.three_axes import RotaryPositions
 class InputBatch:
     """Persistent host buffers (pinned with a GPU), and their copies on the device.
 
-    There are two sets of buffers, because one step may be prepared while the previous one runs. A
-    row of block ids and parameters belongs to one request until a plan assigns it to another. A
-    token that the running step samples is not known on the host; the next step reads the token from
+    Steps take turns with several sets of buffers, as one step may be prepared while previous ones
+    run. A row of block ids and parameters belongs to one request until a plan assigns it to
+    another. A token that a running step samples is not known here; the next step reads it from
     ``last_tokens`` on the device.
 
     Args:
@@ -43,6 +46,9 @@ class InputBatch:
         device: where the model runs.
         graph_inputs: stages steps for graph replays; None: no graphs are captured.
         has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
+        num_steps: most steps in flight, and so the number of sets of buffers.
+        whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
+            to each other. A step then has all embeddings of an image that it has no KV of.
 
     Attributes:
         device: where the model runs.
@@ -64,6 +70,8 @@ class InputBatch:
         device: torch.device,
         graph_inputs: GraphInputs | None = None,
         has_three_axes: bool = False,
+        num_steps: int = 2,
+        whole_image_groups: Collection[int] = (),
     ) -> None:
         self.device = device
         self._block_size, self._state_groups = block_size, frozenset(state_groups)
@@ -77,7 +85,7 @@ class InputBatch:
             if graph_inputs is None
             else graph_inputs.last_tokens
         )
-        self._spare, self._buffers = (
+        self._sets = deque(  # the set that was used last is the last one
             StepBuffers(
                 self._max_decode_rows,
                 max_num_tokens,
@@ -86,8 +94,9 @@ class InputBatch:
                 self._state_groups,
                 pin,
             )
-            for _ in range(2)
+            for _ in range(num_steps)
         )
+        self._buffers = self._sets[-1]
         self._block_tables = [
             BlockTable(
                 max_num_requests,
@@ -107,14 +116,19 @@ class InputBatch:
         self._rows = RequestRows(max_num_requests, is_staged=graph_inputs is not None)
         self._rotary = RotaryPositions(max_num_requests)
         self._has_three_axes = has_three_axes
+        self._whole_image_groups = frozenset(whole_image_groups)
 
     def fill(self, plan: StepPlan) -> PreparedStep:
         """Write a step into the buffers; return views of the buffers on the device."""
         self._read(plan)
-        return self._fill_again(plan) or self._fill(StepColumns(plan, self._max_decode_rows))
+        filled = self._fill_again(plan)
+        filled = filled or self._fill(StepColumns(plan, self._max_decode_rows), plan.images)
+        return filled if plan.images is None else replace(filled, images=plan.images)
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
         """Stage a step for a graph replay if possible; otherwise, call `fill`."""
+        if plan.images is not None:
+            return self.fill(plan)
         self._read(plan)
         columns, inputs = StepColumns(plan, self._max_decode_rows), self._graph_inputs
         if inputs is None or not columns.is_decode or inputs.size_for(len(columns.rows)) is None:
@@ -139,7 +153,7 @@ class InputBatch:
         Most steps repeat the previous step's requests, and the unchanged parts take longest to
         make. Returns None if the requests differ, or if the device reads other buffers.
         """
-        buffers, token_ids = self._spare, plan.token_ids
+        buffers, token_ids = self._sets[0], plan.token_ids
         kept = buffers.decodes
         if (
             kept is None
@@ -155,7 +169,7 @@ class InputBatch:
         rows, starts, _, num_known = shares.T
         if (rows != kept.rows).any() or (starts + 1 != num_known).any():
             return None
-        self._spare, self._buffers = self._buffers, buffers
+        self._take_buffers()
         num, model = len(rows), kept.step.model
         buffers.input_ids.array[:num] = token_ids
         rotated = self._rotary.deltas[rows] + starts if self._rotary.is_active else starts
@@ -205,9 +219,8 @@ class InputBatch:
             seq_lens_host=seq_lens,
         )
 
-    def _fill(self, columns: StepColumns) -> PreparedStep:
-        self._spare, self._buffers = self._buffers, self._spare
-        buffers = self._buffers
+    def _fill(self, columns: StepColumns, images: StepImages | None = None) -> PreparedStep:
+        buffers = self._take_buffers()
         num_requests, num_tokens = len(columns.rows), len(columns.token_ids)
         rows, starts, query_lens = columns.rows, columns.starts, columns.query_lens
         np.maximum(columns.token_ids, 0, out=buffers.input_ids.array[:num_tokens])
@@ -228,8 +241,9 @@ class InputBatch:
             last_token_rows -= columns.num_behind
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
+        row_ends = self._row_ends(images, positions)
         # reads positions in the sequence, not positions for RoPE
-        groups = self._groups(columns, token_rows, positions)
+        groups = self._groups(columns, token_rows, positions, row_ends)
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
             positions=self._rotary_positions(token_rows, positions),
@@ -250,6 +264,12 @@ class InputBatch:
         )
         self._keep(columns, step)
         return step
+
+    def _take_buffers(self) -> StepBuffers:
+        """Return the buffers that were not used for longest, which no step in flight reads."""
+        self._sets.rotate(-1)
+        self._buffers = self._sets[-1]
+        return self._buffers
 
     def _rotary_positions(self, token_rows: Ints, positions: Ints) -> Tensor:
         """Return positions for RoPE, on the device; see `ModelInput`.
@@ -287,10 +307,32 @@ class InputBatch:
         on_device = self._to_device(buffer.tensor[: 2 * len(places)]).view(2, -1)
         return on_device[0], on_device[1]
 
+    def _row_ends(self, images: StepImages | None, positions: Ints) -> Tensor | None:
+        """Return `AttentionMetadata.row_ends`: an image's embeddings see to the image's last one.
+
+        Args:
+            images: the step's images, each with the last of its embeddings.
+            positions: `[num_tokens]`, index of each token in its sequence.
+        """
+        if images is None or not images.placed or not self._whole_image_groups:
+            return None
+        ends = (positions + 1).astype(np.int32)
+        for placed in images.placed:
+            ends[placed.rows] = ends[placed.rows[-1]]
+        return self._to_device(torch.from_numpy(ends))
+
     def _groups(
-        self, columns: StepColumns, token_rows: Ints, positions: Ints
+        self,
+        columns: StepColumns,
+        token_rows: Ints,
+        positions: Ints,
+        row_ends: Tensor | None = None,
     ) -> tuple[AttentionMetadata | StateMetadata, ...]:
-        """Make the attention metadata of each group; groups differ only in their blocks."""
+        """Make the attention metadata of each group; groups differ in their blocks.
+
+        Args:
+            row_ends: ends of the keys that tokens see in `whole_image_groups`.
+        """
         buffers, rows, ends = self._buffers, columns.rows, columns.ends
         num_requests, num_tokens = len(rows), len(positions)
         max_query_len, max_seq_len = int(columns.query_lens.max()), int(ends.max())
@@ -322,6 +364,7 @@ class InputBatch:
                 max_seq_len=max_seq_len,
                 query_lens=query_lens_host,
                 seq_lens_host=seq_lens_host,
+                row_ends=row_ends if index in self._whole_image_groups else None,
             )
             groups.append(metadata)
         return tuple(groups)

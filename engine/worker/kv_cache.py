@@ -46,6 +46,7 @@ class KVCacheSpec:
         num_ranks: number of ranks of a stage, which share its layers, and so a block.
         stage: pipeline stage of this rank.
         num_stages: number of stages that share the model's layers.
+        stage_layers: number of layers of each stage; empty: equal numbers.
         by_heads: whether keys and values are ordered by head, where possible, not by layer.
     """
 
@@ -58,6 +59,7 @@ class KVCacheSpec:
     num_ranks: int = 1
     stage: int = 0
     num_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
     by_heads: bool = False
 
     @property
@@ -114,6 +116,7 @@ class KVCacheSpec:
             groups=tuple(groups),
             num_ranks=self.num_ranks * self.num_stages,
             num_stages=self.num_stages,
+            stage_layers=self.stage_layers,
         )
 
     @property
@@ -251,6 +254,7 @@ def kv_cache_spec(
     ranks: tuple[int, int] = (0, 1),
     stages: tuple[int, int] = (0, 1),
     *,
+    stage_layers: tuple[int, ...] = (),
     by_heads: bool = False,
 ) -> KVCacheSpec:
     """Return the cache's layout for a model.
@@ -263,6 +267,7 @@ def kv_cache_spec(
         ranks: this rank's number in its stage, and the number of ranks there. Groups cover the
             layers of all stages.
         stages: number of this rank's stage, and number of stages.
+        stage_layers: number of layers of each stage; empty: equal numbers.
         by_heads: whether keys and values are ordered by head, where possible.
 
     Raises:
@@ -284,7 +289,9 @@ def kv_cache_spec(
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups = group_layers(kv_layers, block_size, layer_bytes)
     return KVCacheSpec(
-        groups, block_size, dtype, compute_dtype, digest, *ranks, *stages, by_heads=by_heads
+        *(groups, block_size, dtype, compute_dtype, digest, *ranks, *stages),
+        stage_layers=stage_layers,
+        by_heads=by_heads,
     )
 
 

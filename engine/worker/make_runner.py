@@ -18,6 +18,7 @@ from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs, captured_sizes
 from engine.worker.device_choice import BackendNames
 from engine.worker.drafting.base import Drafting
+from engine.worker.extras.step_extras import StepExtras
 from engine.worker.forward import Forward
 from engine.worker.graph_inputs import GraphInputs
 from engine.worker.input_batch import InputBatch
@@ -80,6 +81,7 @@ def make_model_runner(
             num_groups=spec.num_groups,
             max_seq_len=max_model_len,
             device=device,
+            num_steps=config.max_steps_in_flight,
         )
         decode_graphs = Replays(partial(StepGraphs, context, graph_inputs), graph_inputs.sizes)
     chunk_graphs = Replays[ChunkGraphs]()
@@ -95,6 +97,13 @@ def make_model_runner(
         chunk_graphs = Replays(partial(ChunkGraphs, context, chunk_inputs), chunk_inputs.sizes)
     if samples_on_device is None:
         samples_on_device = device.type == "cuda" and find_spec("triton") is not None
+    extras = StepExtras(
+        loaded.model,
+        device,
+        is_last_stage=loaded.ranks.is_last_stage,
+        drafting=drafting,
+        replays=lambda: bool(decode_graphs.graphs or chunk_graphs.graphs),
+    )
     return ModelRunner(
         Forward(context, decode_graphs, chunk_graphs),
         InputBatch(
@@ -108,12 +117,28 @@ def make_model_runner(
             device=device,
             graph_inputs=graph_inputs,
             has_three_axes=any(rope.axes for rope in loaded.model.config.recipe.ropes),
+            num_steps=config.max_steps_in_flight,
+            whole_image_groups=_whole_image_groups(loaded),
         ),
         StepSampler(samples_on_device, rejects),
+        extras,
         ranks=loaded.ranks,
         sends_tokens=sends_tokens,
-        drafting=drafting,
+        num_steps=config.max_steps_in_flight,
     )
+
+
+def _whole_image_groups(loaded: LoadedModel) -> tuple[int, ...]:
+    """Return the groups in whose layers the embeddings of an image attend to each other."""
+    layers = loaded.model.config.whole_image_layers
+    if loaded.model.vision is None:
+        return ()
+    found = [i for i, group in enumerate(loaded.spec.groups) if layers.intersection(group.layers)]
+    for group in (loaded.spec.groups[index] for index in found):
+        # A group's layers share metadata. A drafter's layers get their own.
+        own = {layer for layer in group.layers if layer < loaded.model.config.num_layers}
+        assert own <= layers, "layers of one group attend to images in two ways"
+    return tuple(found)
 
 
 def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:

@@ -34,6 +34,7 @@ from engine.worker.device_choice import (
     describe_weights,
     has_bfloat16,
     make_current,
+    without_images_if_needed,
 )
 from engine.worker.drafting.make_drafting import (
     AnyDrafter,
@@ -104,15 +105,16 @@ class Worker:
         self.device = device = choose_device(config.device)
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
-        # Run ahead by default only on a GPU: on a CPU, scheduling would slow the forward. Pipeline
-        # stages must run ahead, because each stage computes a step while the previous stage
-        # computes the next step.
+        # On a CPU, scheduling would slow the forward, so only a GPU runs ahead by default, and
+        # pipeline stages: each one computes a step while the previous one computes the next step.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
+        ranks = replace(ranks, stage_layers=config.stage_layers)
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
         described = ModelConfig.from_folder(model_folder)
         self.dtype = choose_dtype(config.dtype, device, described, has_bfloat16(config))
         check_batch_invariant(config, device, described)
+        self.config = config = without_images_if_needed(config, device, described)
         if device.type == "cpu":
             check_memory(model_folder, config, dtype_name(self.dtype), read_host_memory())
         self._packer = packer = choose_packer(config, device, self.dtype)
@@ -167,6 +169,7 @@ class Worker:
             self.dtype,
             (ranks.group.rank, ranks.group.size),
             (ranks.stage, ranks.num_stages),
+            stage_layers=ranks.stage_layers,
             by_heads=config.kv_layout == "heads",
         )
 
@@ -177,7 +180,8 @@ class Worker:
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
             *(loaded, memory.tensor, self.max_model_len),
-            sends_tokens=self.runs_ahead,
+            # With stages, plans contain all tokens (`engine/core/scheduler.py`).
+            sends_tokens=self.runs_ahead and self._ranks.num_stages == 1,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
             ),
@@ -367,6 +371,6 @@ def _scales_of_all_stages(
     by_rank = ranks.everyone.all_gather(own).tolist()
     found: list[tuple[float, float]] = []
     for stage in range(ranks.num_stages):
-        first, end = stage_layers(len(scales), stage, ranks.num_stages)
+        first, end = stage_layers(len(scales), stage, ranks.num_stages, ranks.stage_layers)
         found += [(key, value) for key, value in by_rank[stage * ranks.group.size][first:end]]
     return found

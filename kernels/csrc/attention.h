@@ -42,9 +42,11 @@ typedef struct {
     const int32_t *row_ends;
 } attention_call;
 
-/* Query rows [row, row + num_tokens) of one KV head, over the keys [begin, end); the first is at `position`. */
+/* Query rows [row, row + num_tokens) of one KV head, over the keys [begin, end); the first is at `position`.
+ * `partial`: place of a decode's partial result, or -1. `sharer`: the piece's rows are those of num_tokens decodes
+ * that share these keys, from this one in the list of sharers on; or -1. */
 typedef struct {
-    int64_t request, kv_head, row, num_tokens, begin, end, num_spans, partial, position;
+    int64_t request, kv_head, row, num_tokens, begin, end, partial, position, sharer;
 } piece;
 
 /* Return the end of the keys that the piece's row r sees. */

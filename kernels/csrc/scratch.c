@@ -12,7 +12,7 @@
 #include "old_glibc.h"
 #include "vectors.h"
 
-#define NUM_SLOTS 4
+#define NUM_SLOTS 5
 #define HUGE_PAGE (2 << 20)
 #define LARGE (HUGE_PAGE / 8) /* from this size on, memory is in huge pages */
 

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from kvconnector.base import TransferEvent, TransferEventKind, TransferKey
+from kvconnector.base import Portions, PushTotals, TransferEvent, TransferEventKind, TransferKey
 from kvconnector.blocks import LayerRange, Slices, check_block_ids
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.actions import (
@@ -52,7 +52,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
-from kvconnector.protocol.transfer import Portions, PushTotals, Transfer, cut
+from kvconnector.protocol.transfer import Transfer, cut
 
 logger = logging.getLogger(__name__)
 

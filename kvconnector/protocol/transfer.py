@@ -6,32 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvconnector.base import BlockPush, ConnectorMetrics, HandoffRecord
+from kvconnector.base import BlockPush, HandoffRecord, PushTotals
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
 MAX_ATTEMPTS = 3  # maximum number of rewrites of blocks with a wrong digest
-
-
-@dataclass(frozen=True, slots=True)
-class Portions:
-    """Limits of posted bytes for one kind of memory (host or GPU).
-
-    Attributes:
-        write_bytes: maximum number of bytes of one write, so that aborts and other requests wait
-            only briefly.
-        in_flight_bytes: maximum number of bytes in flight to one peer. The I/O thread refills this
-            budget once per round, so it limits a path's bandwidth.
-    """
-
-    write_bytes: int
-    in_flight_bytes: int
-
-
-# A round takes about 0.2 ms, so these limits allow 160 GB/s from host memory, and 1.3 TB/s from
-# GPUs over NVLink.
-HOST_PORTIONS = Portions(write_bytes=8 * 2**20, in_flight_bytes=32 * 2**20)
-DEVICE_PORTIONS = Portions(write_bytes=32 * 2**20, in_flight_bytes=256 * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +42,6 @@ class Piece:
             self,
             indices=tuple(index for index, _ in left),
             block_ids=tuple(block_id for _, block_id in left),
-        )
-
-
-@dataclass(slots=True)
-class PushTotals:
-    """Counts of all blocks, bytes and ranges that one sender has posted, for the metrics."""
-
-    num_bytes: int = 0
-    num_blocks: int = 0
-    num_descriptors: int = 0
-    posting_s: float = 0.0
-
-    def add_to(self, metrics: ConnectorMetrics) -> ConnectorMetrics:
-        return replace(
-            metrics,
-            sent_bytes=self.num_bytes,
-            sent_blocks=self.num_blocks,
-            descriptors=self.num_descriptors,
-            posting_s=self.posting_s,
         )
 
 

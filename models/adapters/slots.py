@@ -141,7 +141,7 @@ class AdapterSlots:
         self._twin, native = twin, native_ops()
         twin.tapes = None
         if self._decoder.tapes is not None and native is not None:
-            twin.tapes = DecodeTapes(native)
+            twin.tapes = DecodeTapes(native, self._decoder.tapes.num_batches)
 
     def _make_site(
         self, path: str, layer: nn.Module

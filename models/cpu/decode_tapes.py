@@ -58,10 +58,16 @@ class DecodeTapes:
 
     Args:
         ops: native ops, whose calls are recorded.
+        num_batches: batches that take turns (`Scheduler.num_stages`); a shape that comes twice in
+            so many steps counts as twice in a row.
+
+    Attributes:
+        num_batches: the argument, unchanged.
     """
 
-    def __init__(self, ops: NativeOps) -> None:
+    def __init__(self, ops: NativeOps, num_batches: int = 1) -> None:
         self._ops = ops
+        self.num_batches = num_batches
         # least recently used first; None: this shape cannot be taped
         self._tapes: dict[_Key, _Taped | None] = {}
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
@@ -80,7 +86,7 @@ class DecodeTapes:
         key = self._key(inputs, context)
         if key is None or key not in self._tapes:
             few = len(inputs[0]) <= FEW_ROWS
-            repeated = key in (self._latest if few else list(self._latest)[-1:])
+            repeated = key in (self._latest if few else list(self._latest)[-self.num_batches :])
             self._latest.append(key)
             if key is None or not (repeated or comes_again):
                 return layers(inputs, context)

@@ -217,7 +217,7 @@ class _Packing:
         if self._embedding is not None:
             decoder.embed_tokens = self._embedding
         if native is not None:
-            decoder.tapes = DecodeTapes(native)
+            decoder.tapes = DecodeTapes(native, decoder.num_stages)
         if not formats:
             return
         kinds = ", ".join(f"{count} x {format_.value}" for format_, count in formats.items())

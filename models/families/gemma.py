@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, text: norms before and after each part, soft caps, mostly sliding windows."""
+"""Gemma 2 and 3: norms before and after each part, soft caps, sliding windows, and images."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from models.families.shared.gguf import layer_types, window
 from models.family import GELU, Family, TextPart
 from models.model_fields import FULL, ModelFields
 from models.recipe import LayerNorms, NormWeight, Recipe
+from models.vision.specs import read_gemma3
 
 _READS = frozenset({"query_pre_attn_scalar", "final_logit_softcapping"})
 _DEFAULTS: Mapping[str, object] = {
@@ -28,8 +29,13 @@ _NORMS = LayerNorms(
 )
 
 
-def _recipe(model: ModelFields, *, qk_norm: bool) -> Recipe:
-    """Return the recipe; layers with a window may have a separate RoPE base."""
+def _recipe(model: ModelFields, *, is_third: bool) -> Recipe:
+    """Return the recipe; layers with a window may have a separate RoPE base.
+
+    Args:
+        is_third: whether this is Gemma 3. Its heads have norms. In all its layers, the embeddings
+            of an image attend to each other, also to later ones (Gemma Team, arXiv:2503.19786).
+    """
     fields, bias, local = model.fields, model.attention_bias, model.sliding_rope
     scalar = fields.optional_number("query_pre_attn_scalar")
     mixers = [
@@ -38,10 +44,11 @@ def _recipe(model: ModelFields, *, qk_norm: bool) -> Recipe:
             rotation=int(local is not None and window is not None),
             qkv_bias=bias,
             output_bias=bias,
-            qk_norm=qk_norm,
+            qk_norm=is_third,
             norm_weight=NormWeight.OFFSET,
             scale=None if scalar is None else scalar**-0.5,
             soft_cap=fields.optional_number("attn_logit_softcapping"),
+            whole_images=is_third,
         )
         for window in model.windows_by_pattern()
     ]
@@ -57,11 +64,11 @@ def _recipe(model: ModelFields, *, qk_norm: bool) -> Recipe:
 
 
 def _gemma2(model: ModelFields) -> Recipe:
-    return _recipe(model, qk_norm=False)
+    return _recipe(model, is_third=False)
 
 
 def _gemma3(model: ModelFields) -> Recipe:
-    return _recipe(model, qk_norm=True)
+    return _recipe(model, is_third=True)
 
 
 # Gemma Team, arXiv:2408.00118.
@@ -99,6 +106,7 @@ Gemma3ForConditionalGeneration = TextPart(
         "max_position_embeddings": 131_072,
     },
     is_tied=True,
+    vision=read_gemma3,
 )
 
 

@@ -96,10 +96,12 @@ class Ranks:
     Attributes:
         everyone: all ranks, stage by stage.
         group: ranks of this rank's stage.
+        stage_layers: number of layers of each stage; empty: equal numbers.
     """
 
     everyone: Collective = SINGLE_RANK
     group: Collective = SINGLE_RANK
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:

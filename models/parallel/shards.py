@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.api.errors import ConfigError
-from baton.kv.manifest import shard
+from baton.kv.manifest import shard, stage_span
 
 Span = tuple[int, int]  # first index of an axis, and the index after the last
 # Largest quantization group, in adjacent inputs. Axes are divided at multiples of this size where
@@ -70,13 +70,27 @@ class Rank:
         return (first * per_group + own[0], first * per_group + own[1]), (first, end)
 
 
-def stage_layers(num_layers: int, stage: int, num_stages: int) -> Span:
-    """Return the layers of a stage; raise ConfigError if there are fewer layers than stages."""
+def stage_layers(
+    num_layers: int, stage: int, num_stages: int, numbers: tuple[int, ...] = ()
+) -> Span:
+    """Return the layers of a stage.
+
+    Args:
+        numbers: number of layers of each stage; empty: equal numbers.
+
+    Raises:
+        ConfigError: there are fewer layers than stages, or other numbers of layers.
+    """
+    if numbers and sum(numbers) != num_layers:
+        raise ConfigError(
+            f"pipeline_layers: must be {num_layers} layers together, as the model has, "
+            f"got {sum(numbers)}"
+        )
     if num_layers < num_stages:
         raise ConfigError(
             f"pipeline_parallel_size: {num_stages} stages cannot share {num_layers} layers"
         )
-    return shard(num_layers, stage, num_stages)
+    return stage_span(num_layers, stage, num_stages, numbers)
 
 
 def scaled(span: Span, factor: int) -> Span:

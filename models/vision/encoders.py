@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from models.vision.gemma import GemmaEncoder
+from models.vision.gemma4 import Gemma4Encoder
 from models.vision.layers import VisionEncoder
 from models.vision.pixtral import PixtralEncoder
 from models.vision.qwen import QwenEncoder
 from models.vision.siglip_tiles import TilesEncoder
-from models.vision.specs import GemmaSpec, PixtralSpec, QwenSpec, TilesSpec, VisionSpec
+from models.vision.specs import (
+    Gemma4Spec,
+    GemmaSpec,
+    PixtralSpec,
+    QwenSpec,
+    TilesSpec,
+    VisionSpec,
+)
 
 
 def make_encoder(spec: VisionSpec, text_size: int) -> VisionEncoder:
@@ -26,3 +34,5 @@ def make_encoder(spec: VisionSpec, text_size: int) -> VisionEncoder:
             return QwenEncoder(spec)
         case GemmaSpec():
             return GemmaEncoder(spec, text_size)
+        case Gemma4Spec():
+            return Gemma4Encoder(spec, text_size)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _Array = np.ndarray[Any, np.dtype[Any]]
 # Arrays of image processors that encoders read. Except in flat lists of patches, the first axis is
 # the image.
-_READ = ("pixel_values", "image_grid_thw")
+_READ = ("pixel_values", "image_grid_thw", "image_position_ids")
 _FLAT = 2
 
 

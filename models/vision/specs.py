@@ -147,7 +147,41 @@ class GemmaSpec:
     tokens_per_side: int
 
 
-VisionSpec = TilesSpec | PixtralSpec | QwenSpec | GemmaSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Spec:
+    """A transformer over an image of any size, and averages of squares of patches (Gemma 4).
+
+    Attributes:
+        layers: the transformer's layers.
+        patch_size: pixels in a row of a patch.
+        num_positions: learned positions of patches, per axis.
+        theta: base of the rotary frequencies.
+        square: rows, and columns, of patches that become one embedding.
+        is_clipped: whether inputs and results of linear layers are clipped to stored limits.
+        is_standardized: whether a stored bias and scale are applied to the averages.
+    """
+
+    layers: TransformerSpec
+    patch_size: int
+    num_positions: int
+    theta: float
+    square: int
+    is_clipped: bool
+    is_standardized: bool
+
+
+VisionSpec = TilesSpec | PixtralSpec | QwenSpec | GemmaSpec | Gemma4Spec
+
+
+def encoding_width(spec: VisionSpec, text_size: int) -> int:
+    """Return the numbers per embedding that an encoder makes; see `VisionEncoder.width`.
+
+    Args:
+        text_size: size of the text network's embeddings.
+    """
+    if isinstance(spec, QwenSpec):
+        return spec.text_size * (1 + len(spec.deep_layers))
+    return text_size
 
 
 def read_tiles(fields: Fields) -> TilesSpec:
@@ -201,6 +235,37 @@ def read_gemma3(fields: Fields) -> GemmaSpec:
         patch_size=patch_size,
         patches_per_side=side,
         tokens_per_side=tokens,
+    )
+
+
+def read_gemma4(fields: Fields) -> Gemma4Spec:
+    """Read the vision part of Gemma 4."""
+    vision = _vision_fields(fields)
+    hidden_size = vision.integer("hidden_size", 768)
+    num_heads = vision.integer("num_attention_heads", 12)
+    for name, default, only in (
+        ("num_key_value_heads", 12, num_heads),
+        ("head_dim", 64, hidden_size // num_heads),
+    ):
+        if vision.integer(name, default) != only:
+            raise vision.wrong(name, f"only {only} is supported")
+    if vision.boolean("attention_bias", False):
+        raise vision.wrong("attention_bias", "only false is supported")
+    return Gemma4Spec(
+        layers=TransformerSpec(
+            num_layers=vision.integer("num_hidden_layers", 16, maximum=MAX_PARTS),
+            hidden_size=hidden_size,
+            inner_size=vision.integer("intermediate_size", 3072),
+            num_heads=num_heads,
+            activation=_activation(vision, "hidden_activation", "gelu_pytorch_tanh", _GATES),
+            norm_eps=vision.number("rms_norm_eps", 1e-6),
+        ),
+        patch_size=vision.integer("patch_size", 16),
+        num_positions=vision.integer("position_embedding_size", 10 * 1024),
+        theta=_theta(vision, 100.0),
+        square=vision.integer("pooling_kernel_size", 3),
+        is_clipped=vision.boolean("use_clipped_linears", False),
+        is_standardized=vision.boolean("standardize", False),
     )
 
 
@@ -338,12 +403,12 @@ def _activation(
     return _ACTIVATIONS[found]
 
 
-def _theta(vision: Fields) -> float:
+def _theta(vision: Fields, default: float = 10_000.0) -> float:
     """Read the base of rotary frequencies, in the dialects of transformers 4 and 5."""
     if not vision.has("rope_parameters"):
-        return vision.number("rope_theta", 10_000.0)
+        return vision.number("rope_theta", default)
     rope = vision.child("rope_parameters")
     kind = rope.text("rope_type", "axial")
     if kind not in ("axial", "default"):
         raise rope.wrong("rope_type", f"{kind!r} is not supported; supported: axial, default")
-    return rope.number("rope_theta", 10_000.0)
+    return rope.number("rope_theta", default)

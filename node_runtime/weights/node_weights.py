@@ -15,7 +15,7 @@ from baton.api.errors import InvalidRequestError
 from baton.checkpoint.new_weights import open_weights_of
 from engine.engine import Engine
 from engine.weights import ServedWeights
-from node_runtime.node_adapters import AskEngine
+from node_runtime.adapters.node_adapters import AskEngine
 
 T = TypeVar("T")
 

@@ -29,6 +29,7 @@ from baton.api.errors import (
     OverloadedError,
     status_name,
 )
+from baton.api.prompt import check_name
 from baton.serving.access_log import AccessEntry, AccessLog
 from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 from baton.serving.connections import Listener
@@ -73,7 +74,7 @@ from router.api.ui.page import StatusPage
 from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
 from router.intake.images.image_options import ImageOptions
-from router.intake.intake import MAX_REQUEST_ID_CHARS, check_name
+from router.intake.intake import MAX_REQUEST_ID_CHARS
 from router.names.metrics_page import MetricsPage
 from router.names.served_name import ServedName
 from router.names.table import NameTable
@@ -432,8 +433,12 @@ class HttpServer:
         bases = self._names.bases
         if any(base.intake.reader.is_starting for base in bases):
             raise ApiError(503, "the processes that read requests are starting")
-        if not any(base.intake.is_ready for base in bases):
-            why = bases[0].intake.why_not_ready if self._access.is_open else "no nodes are ready"
+        if not any(base.intake.abilities.is_ready for base in bases):
+            why = (
+                bases[0].intake.abilities.why_not_ready
+                if self._access.is_open
+                else "no nodes are ready"
+            )
             raise ApiError(503, why)
         return web.Response(text="ready\n")
 

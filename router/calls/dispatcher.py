@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 
-from baton.api.errors import BatonError, InvalidRequestError, RequestCancelledError, error_of
+from baton.api.errors import BatonError, RequestCancelledError, error_of
 from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.link.words import RequestError
 from router.calls.call import Call
@@ -17,64 +16,13 @@ from router.calls.open_call import OpenCall
 from router.calls.placing import Placer
 from router.calls.recovery.recovery import Recoveries
 from router.calls.request_log import Following, RequestLog
+from router.calls.running_calls import RunningCalls, pass_gate
 from router.calls.wake_ups import Turns, WakeUps
 from router.fleet.node_pool import NodePool
 from router.gate.admission import Admission, make_admission
-from router.gate.ticket import Ticket
 from router.policies.base import RoutingPolicy
 
 logger = logging.getLogger(__name__)
-
-
-class RunningCalls:
-    """The calls that wait or run, by tenant and request id.
-
-    Tenants may use equal request ids: a tenant's call neither blocks nor finds another tenant's.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[str, Call] = {}  # by `Call.scoped_id`
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def add_call(self, call: Call) -> None:
-        """Add a call.
-
-        Raises InvalidRequestError if its tenant already has an open call with this id.
-        """
-        if call.scoped_id in self._calls:
-            raise InvalidRequestError("request_id", f"{call.request_id!r} is in use")
-        self._calls[call.scoped_id] = call
-
-    def remove(self, call: Call) -> None:
-        """Remove a call that has ended."""
-        del self._calls[call.scoped_id]
-
-    def ids(self) -> list[str]:
-        """Return the scoped ids of all calls."""
-        return list(self._calls)
-
-    def count_adapter(self, digest: str) -> int:
-        """Return the number of an adapter's calls. Takes O(calls): do not ask for each request."""
-        return sum(call.terms.adapter == digest for call in self._calls.values())
-
-    def find(self, request_id: str, tenant: str | None = None) -> Call | None:
-        """Return the tenant's call with this id, or None; without a tenant, search all tenants.
-
-        Raises InvalidRequestError if several tenants have a call with this id.
-        """
-        found = [
-            call
-            for call in self._calls.values()
-            if call.request_id == request_id and tenant in (None, call.terms.principal.tenant)
-        ]
-        if len(found) > 1:
-            names = ", ".join(sorted(call.terms.principal.tenant for call in found))
-            raise InvalidRequestError(
-                "tenant", f"must be given: {names} have a request {request_id!r} open"
-            )
-        return found[0] if found else None
 
 
 class Dispatcher:
@@ -139,9 +87,10 @@ class Dispatcher:
         self._running.add_call(call)
         try:
             with self.log.follow(call) as following:
-                async with self._admitted(call) as (admitted, ticket):
+                gate = pass_gate(self.admission, call, lambda: self._num_cached(call))
+                async with gate as (admitted, ticket):
                     following.note_admitted()
-                    with self._opened(admitted, ticket, following) as opened:
+                    with self._opened(admitted, following) as opened, ticket.noting(opened.receipt):
                         async with contextlib.aclosing(opened.outputs()) as outputs:
                             async for output in outputs:
                                 if output.output_index == 0:
@@ -151,33 +100,13 @@ class Dispatcher:
         finally:
             self._running.remove(call)
 
-    @contextlib.asynccontextmanager
-    async def _admitted(self, call: Call) -> AsyncIterator[tuple[Call, Ticket]]:
-        """Wait until the call may begin.
-
-        Yield the call with the waiting time subtracted from its timeout.
-        """
-        async with self.admission.enter(
-            request_id=call.scoped_id,
-            num_prompt_tokens=len(call.prompt_token_ids),
-            max_tokens=call.sampling_params.max_tokens,
-            timeout_s=call.timeout_s,
-            priority=call.terms.priority,
-            principal=call.terms.principal,
-            find_cached_tokens=lambda: self._num_cached(call),
-            needs_decode=call.pooling is None,
-        ) as ticket:
-            left_s = call.timeout_s - ticket.waited_s
-            admitted = dataclasses.replace(call, timeout_s=left_s, leaves_room=ticket.leaves_room)
-            yield admitted, ticket
-
     def _num_cached(self, call: Call) -> int:
         """Return the longest cached prefix of the call's prompt on any node, in tokens."""
         return max(self.pool.prefix_index.match_tokens(call.hashes).values(), default=0)
 
     @contextlib.contextmanager
-    def _opened(self, call: Call, ticket: Ticket, following: Following) -> Iterator[OpenCall]:
-        """Open the call on nodes; if an error ends the call, attach the receipt to the error."""
+    def _opened(self, call: Call, following: Following) -> Iterator[OpenCall]:
+        """Open the call on nodes; if an error ends the call, add the receipt to the error."""
         opened = self._open[call.scoped_id] = OpenCall(
             call,
             following,
@@ -194,7 +123,6 @@ class Dispatcher:
             error.receipt = opened.receipt()
             raise
         finally:
-            ticket.note_cost(opened.receipt())
             opened.close()
             del self._open[call.scoped_id]
 

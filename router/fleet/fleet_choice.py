@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 
-from baton.link.words import NodeRole
+from baton.link.words import PAIR_ROLES, NodeRole
 from router.fleet.fleet import Fleet
 from router.fleet.health import HealthState
 from router.fleet.load.node_load import NodeLoad
@@ -25,7 +25,7 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
     """
     nodes = list(ready)
     prefills, decodes = (
-        [node for node in nodes if node.registration.role is role] for role in NodeRole
+        [node for node in nodes if node.registration.role is role] for role in PAIR_ROLES
     )
     unwanted = {node.engine_id for some in (prefills, decodes) for node in ejected(some)}
 

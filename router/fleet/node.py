@@ -79,7 +79,8 @@ class LegReader(Protocol):
 def num_bytes_of(registration: NodeRegistration) -> int:
     """Return the size of a registration's texts, which are kept as long as the node lives."""
     entries = registration.compatibility
-    return len(registration.peer_info) + sum(map(sys.getsizeof, (*entries, *entries.values())))
+    texts = sum(map(sys.getsizeof, (*entries, *entries.values())))
+    return len(registration.peer_info) + len(registration.encodings_peer_info) + texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,14 +237,8 @@ class Node:
         if len(some) == LEGS_AT_ONCE:
             asyncio.get_running_loop().call_soon(self._fail_some, deltas, node_lost)
 
-    def open_leg(
-        self, request_id: str, epoch: int, reader: LegReader, work: LegWork
-    ) -> PrefillForecast | None:
-        """Register an attempt whose deltas go to ``reader``.
-
-        Returns:
-            The forecast of the prompt's times if the prompt is computed here, else None.
-        """
+    def open_leg(self, request_id: str, epoch: int, reader: LegReader, work: LegWork) -> None:
+        """Register an attempt whose deltas go to ``reader``."""
         load, promise = self.load, None
         if work.max_tokens:
             num_steps, now = min(work.max_tokens, load.shared.long_output_tokens), self.clock()
@@ -256,7 +251,11 @@ class Node:
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))
-        return account.forecast
+
+    def forecast_of(self, epoch: int) -> PrefillForecast | None:
+        """Return the expected times of a leg's prompt; None: it is not computed here, or begun."""
+        leg = self.legs.get(epoch)
+        return None if leg is None else leg.account.forecast
 
     def relieve_leg(self, epoch: int) -> None:
         """Take a leg's tokens off the load although deltas may still come."""

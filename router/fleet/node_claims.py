@@ -85,6 +85,11 @@ def registration_problem(registration: NodeRegistration) -> str:
             f"peer_info: must have at most {MAX_PEER_INFO_BYTES} bytes, "
             f"got {len(registration.peer_info)}"
         )
+    if len(registration.encodings_peer_info) > MAX_PEER_INFO_BYTES:
+        return (
+            f"encodings_peer_info: must have at most {MAX_PEER_INFO_BYTES} bytes, "
+            f"got {len(registration.encodings_peer_info)}"
+        )
     entries = registration.compatibility
     longest = max(map(len, (*entries, *entries.values())), default=0)
     if len(entries) > MAX_COMPATIBILITY_ENTRIES or longest > MAX_COMPATIBILITY_CHARS:
@@ -108,23 +113,24 @@ def registration_problem(registration: NodeRegistration) -> str:
             f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
             f"got {registration.kv_bytes_per_token:g}"
         )
-    return _step_times_problem(registration.step_times) or _decode_times_problem(
-        registration.decode_times
+    return (
+        _step_times_problem("step_times", registration.step_times)
+        or _decode_times_problem(registration.decode_times)
+        or _step_times_problem("encode_times", registration.encode_times)
     )
 
 
-def _step_times_problem(step_times: Sequence[StepTime]) -> str:
+def _step_times_problem(field: str, step_times: Sequence[StepTime]) -> str:
     if len(step_times) > MAX_STEP_TIMES:
-        return f"step_times: must be at most {MAX_STEP_TIMES}, got {len(step_times)}"
+        return f"{field}: must be at most {MAX_STEP_TIMES}, got {len(step_times)}"
     num_before = 0
     for one in step_times:
         if not num_before < one.num_tokens <= MAX_MODEL_LEN:
             return (
-                f"step_times: num_tokens must rise and be 1 to {MAX_MODEL_LEN}, "
-                f"got {one.num_tokens}"
+                f"{field}: num_tokens must rise and be 1 to {MAX_MODEL_LEN}, got {one.num_tokens}"
             )
         if not 0 < one.seconds <= MAX_SECONDS:  # refuses NaN, too
-            return f"step_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
+            return f"{field}: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
         num_before = one.num_tokens
     return ""
 
@@ -232,7 +238,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     times: list[float] = []
     if delta.prefill is not None:
         prefill = delta.prefill
-        times += prefill.queue_s, prefill.prefill_s, prefill.send_s
+        times += prefill.queue_s, prefill.prefill_s, prefill.send_s, prefill.encodings_wait_s
         # The tokens of a preempted request may count several times; `NodeLoad` limits the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"

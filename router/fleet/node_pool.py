@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.adapters.digest import shorten_digest
 from baton.api.errors import NotFoundError
+from baton.api.images import PromptImage
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.kv.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.link.words import (
+    PAIR_ROLES,
     AdminReply,
     DrainCommand,
     DrainSeen,
@@ -37,6 +39,7 @@ from baton.link.words import (
     protocol_problem,
 )
 from router.fleet.adapter_places import AdapterPlaces
+from router.fleet.encode_places import EncodePlaces, EncodePlan
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet, make_prompt_fleet
 from router.fleet.health import NodeHealth
@@ -46,7 +49,7 @@ from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
-from router.fleet.pairing import Reach, are_peers, introduce, why_no_pair
+from router.fleet.pairing import Reach, are_peers, introduce, may_meet, why_no_pair
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.fleet.rollout import Rollout
@@ -88,6 +91,7 @@ class NodePool:
         rollout: decides which revisions get requests, and their shares.
         vocabulary: limits of token ids and lengths in nodes' messages.
         adapters: which nodes have or can load which adapters.
+        encode_places: which nodes encode which images.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class NodePool:
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
         self.adapters = AdapterPlaces(clock)
+        self.encode_places = EncodePlaces(clock)
 
     @property
     def nodes(self) -> list[Node]:
@@ -148,12 +153,9 @@ class NodePool:
 
         A role without nodes counts as able to load: requests wait for the role's nodes anyway.
         """
-        takes = {
-            node.registration.role
-            for node in self._nodes.values()
-            if self.adapters.takes(node.load, digest)
-        }
-        return takes == {node.registration.role for node in self._nodes.values()}
+        nodes = [n for n in self._nodes.values() if n.registration.role in PAIR_ROLES]
+        takes = {n.registration.role for n in nodes if self.adapters.takes(n.load, digest)}
+        return takes == {node.registration.role for node in nodes}
 
     @property
     def forecasts(self) -> ForecastCounts:
@@ -177,6 +179,27 @@ class NodePool:
         limit = self.vocabulary.max_model_len
         return min(fleet.max_model_len, limit) if fleet else self.max_model_len
 
+    def plan_encodings(
+        self, images: Sequence[PromptImage], prefill: Node, num_cached_tokens: int, epoch: int
+    ) -> EncodePlan | None:
+        """Choose where the images of an attempt are encoded; None: there is no encode node.
+
+        Args:
+            num_cached_tokens: prompt tokens believed to be cached on the prefill node.
+            epoch: number of the attempt.
+        """
+        if not images or not prefill.registration.encodings_peer_info:
+            return None
+        reached = self._reach.bandwidths
+        nodes = [
+            node
+            for node in self._of(NodeRole.ENCODE)
+            if prefill.engine_id in reached.get(node.engine_id, {})
+            and not node.is_silent
+            and self.is_eligible(node)
+        ]
+        return self.encode_places.plan(images, prefill, nodes, num_cached_tokens, epoch)
+
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
         """Return the longest request, in tokens, that all of these nodes can take."""
         return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
@@ -189,7 +212,7 @@ class NodePool:
     @property
     def has_had_both_roles(self) -> bool:
         """Return whether nodes of both roles have ever joined; if so, missing nodes may return."""
-        return self._roles_seen == set(NodeRole)
+        return self._roles_seen >= set(PAIR_ROLES)
 
     @property
     def may_encode_images(self) -> bool:
@@ -197,7 +220,7 @@ class NodePool:
 
         False if all nodes that have joined so far cannot encode images.
         """
-        return self._has_had_encoders or not self._roles_seen
+        return self._has_had_encoders or self._roles_seen.isdisjoint(PAIR_ROLES)
 
     @property
     def has_had_prefill(self) -> bool:
@@ -210,7 +233,7 @@ class NodePool:
         Args:
             return_s: how long calls wait for a crashed node, or one that changes its weights.
         """
-        lacking = [role for role in NodeRole if not any(map(self.is_eligible, self._of(role)))]
+        lacking = [role for role in PAIR_ROLES if not any(map(self.is_eligible, self._of(role)))]
         if any(node.changes_weights for role in lacking for node in self._of(role)):
             return self.clock() + return_s
         if self._missing_since is None:
@@ -281,7 +304,8 @@ class NodePool:
         self.lost_nodes.note_joined(node.engine_id, node.name)
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
-        self._has_had_encoders |= node.registration.encodes_images
+        if node.registration.role in PAIR_ROLES:
+            self._has_had_encoders |= node.registration.encodes_images
         self.rollout.note_joined(
             node.registration.revision, {one.load.revision for one in self._nodes.values()}
         )
@@ -309,6 +333,7 @@ class NodePool:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
+        self.encode_places.forget(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         self._review_identity(left=node.identity if node.is_draining else None)
         self._reach.forget(node.engine_id)
@@ -493,6 +518,13 @@ class NodePool:
         return self._prompt_fleet
 
     @property
+    def reachable_encode_nodes(self) -> set[str]:
+        """Engine ids of encode nodes that may get images and reach a prefill node."""
+        reached = self._reach.bandwidths
+        ready = filter(self.is_eligible, self._of(NodeRole.ENCODE))
+        return {node.engine_id for node in ready if reached.get(node.engine_id)}
+
+    @property
     def num_pairs_connected(self) -> int:
         """Number of connected pairs, including nodes that get no requests."""
         return sum(map(len, self._reach.bandwidths.values()))
@@ -568,5 +600,5 @@ class NodePool:
         return [
             other
             for other in self._nodes.values()
-            if other.registration.role is not node.registration.role
+            if may_meet(other.registration, node.registration)
         ]

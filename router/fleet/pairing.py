@@ -12,14 +12,28 @@ from router.fleet.node import Node
 logger = logging.getLogger(__name__)
 
 MAX_SAID_CHARS = 128
+# Roles in the order in which bytes travel: a node sends to nodes of the next role.
+_ORDER = (NodeRole.ENCODE, NodeRole.PREFILL, NodeRole.DECODE)
+_PAIRED = ({NodeRole.PREFILL, NodeRole.DECODE}, {NodeRole.ENCODE, NodeRole.PREFILL})
+
+
+def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
+    """Return whether bytes may travel between two nodes, by their roles and options."""
+    roles = {one.role, other.role}
+    if NodeRole.ENCODE in roles:
+        return roles in _PAIRED and bool(one.encodings_peer_info or other.encodings_peer_info)
+    return roles in _PAIRED
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     """Return the first entry in which two nodes differ so that they cannot be paired.
 
-    "" if none.
+    "" if none. An encode node has only the entries on which encodings depend.
     """
     keys = one.compatibility.keys() | other.compatibility.keys()
+    for node in (one, other):
+        if node.role is NodeRole.ENCODE:
+            keys = set(node.compatibility)
     # Compare the revision first, because it may be why other entries differ.
     for key in sorted(keys, key=lambda key: (key != REVISION, key)):
         mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
@@ -49,13 +63,21 @@ def introduce(node: Node, peers: Iterable[Node]) -> None:
             level = logging.DEBUG if is_other_revision else logging.WARNING
             logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
             continue
-        node.send(PeerUpdate(other.engine_id, other.registration.peer_info))
-        other.send(PeerUpdate(node.engine_id, node.registration.peer_info))
+        node.send(_update_about(other, node))
+        other.send(_update_about(node, other))
+
+
+def _update_about(node: Node, reader: Node) -> PeerUpdate:
+    """Return what a peer must know to reach a node."""
+    told, info = node.registration, node.registration.peer_info
+    if reader.registration.role is NodeRole.ENCODE:
+        info = told.encodings_peer_info
+    return PeerUpdate(node.engine_id, info)
 
 
 def are_peers(one: Node, other: Node) -> bool:
     """Return whether two nodes were introduced to each other."""
-    return one.registration.role is not other.registration.role and not incompatibility(
+    return may_meet(one.registration, other.registration) and not incompatibility(
         one.registration, other.registration
     )
 
@@ -68,21 +90,19 @@ def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> i
     role.
     """
     nodes = list(nodes)
-    down = set()
+    down: set[frozenset[str]] = set()
     for node in nodes:
-        is_prefill = node.registration.role is NodeRole.PREFILL
         for engine_id, report in node.reports.items():
             # Reports on incompatible nodes do not contain any engine id.
             if report.engine_id and not report.connected:
-                ends = (node.engine_id, engine_id)
-                down.add(ends if is_prefill else ends[::-1])
+                down.add(frozenset((node.engine_id, engine_id)))
     present = Counter((node.registration.role, node.registration.revision) for node in nodes)
     gone = ((one.role, one.revision) for one in lost)
     return len(down) + sum(
         count
         for role, revision in gone
         for (other, same), count in present.items()
-        if other is not role and same == revision
+        if {role, other} in _PAIRED and same == revision
     )
 
 
@@ -120,7 +140,8 @@ class Reach:
     """Which nodes reach each other, by their latest reports.
 
     Attributes:
-        bandwidths: prefill node -> decode node -> bytes per second (0: unknown), by engine id.
+        bandwidths: sending node -> receiving node -> bytes per second (0: unknown), by engine id.
+            Encode nodes send to prefill nodes, and these to decode nodes.
     """
 
     def __init__(self) -> None:
@@ -128,24 +149,23 @@ class Reach:
 
     def note_report(self, one: Node, other: Node) -> None:
         """Update a pair after one node reported on the other."""
-        is_prefill = one.registration.role is NodeRole.PREFILL
-        prefill, decode = (one, other) if is_prefill else (other, one)
-        there, back = prefill.reports.get(decode.engine_id), decode.reports.get(prefill.engine_id)
-        self.note(prefill.engine_id, decode.engine_id, there, back)
+        sender, receiver = sorted((one, other), key=lambda n: _ORDER.index(n.registration.role))
+        there, back = sender.reports.get(receiver.engine_id), receiver.reports.get(sender.engine_id)
+        self.note(sender.engine_id, receiver.engine_id, there, back)
 
     def note(
-        self, prefill: str, decode: str, there: PeerReport | None, back: PeerReport | None
+        self, sender: str, receiver: str, there: PeerReport | None, back: PeerReport | None
     ) -> None:
         """Update a pair from the two nodes' latest reports on each other.
 
-        A pair is connected if the prefill node says so and the decode node reports no problem.
+        A pair is connected if the sending node says so and the receiving node reports no problem.
         """
-        reached = self.bandwidths.setdefault(prefill, {})
+        reached = self.bandwidths.setdefault(sender, {})
         if there is not None and there.connected and (back is None or not back.problem):
             known = [report.bandwidth_bytes_per_s for report in (there, back) if report]
-            reached[decode] = max(known)
+            reached[receiver] = max(known)
         else:
-            reached.pop(decode, None)
+            reached.pop(receiver, None)
 
     def forget(self, engine_id: str) -> None:
         """Remove a node that went away."""

@@ -24,6 +24,7 @@ from baton.checkpoint.model_identity import (
     Identity,
     describe_identity,
 )
+from baton.link.words import NodeRole
 from router.fleet.node import Node
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ class ServedIdentity:
         return self._own
 
     def admits(self, node: Node) -> bool:
-        """Return whether a node's model identity is the served one."""
+        """Return whether a node's model identity is the served one, as far as its role has it."""
+        if node.registration.role is NodeRole.ENCODE:
+            served = dict(self.served or ())
+            return all(served.get(key) == one for key, one in node.identity if one)
         return node.identity == self.served
 
     def follow_nodes(self) -> None:
@@ -72,8 +76,10 @@ class ServedIdentity:
         if self.admits(node):
             return ""
         theirs = dict(node.identity)
+        if node.registration.role is NodeRole.ENCODE:  # it has no KV and no adapters
+            theirs = {**dict(self.served or ()), **{key: one for key, one in theirs.items() if one}}
         for key, value in self._own.items():
-            if not _fits(key, theirs[key], value):
+            if not _fits(key, theirs.get(key, ""), value):
                 return f"{key} differs: it has {theirs[key]}, this router's --model has {value}"
         for key, value in self.served or ():
             if theirs[key] != value:
@@ -86,11 +92,13 @@ class ServedIdentity:
         Return whether the choice changed.
 
         Args:
-            nodes: nodes that have joined.
+            nodes: nodes that have joined; those that compute no text have no say.
             left: identity of a node that just left on a command.
         """
         num_active: Counter[Identity] = Counter()
         for node in nodes:
+            if node.registration.role is NodeRole.ENCODE:
+                continue
             if not node.is_draining:
                 num_active[node.identity] += 1
             elif node.identity == self.served:

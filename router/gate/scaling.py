@@ -88,6 +88,9 @@ class ScalingSignals:
         num_lost = sum(lost.role is role for lost in self._pool.lost)
         if not serving:
             return None
+        if role is NodeRole.ENCODE:  # images that wait, per node
+            waiting = [float(node.beat.num_waiting) for node in serving]
+            return ScalingSignal(min(min(waiting), MOST), len(serving) + num_lost)
         of_role = self._of_prefill if role is NodeRole.PREFILL else self._of_decode
         return ScalingSignal(min(of_role(serving), MOST), len(serving) + num_lost)
 

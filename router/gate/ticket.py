@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.api.errors import BatonError
@@ -75,6 +77,14 @@ class Ticket:
     @property
     def waited_s(self) -> float:
         return 0.0 if self.began_at is None else self.began_at - self.arrived_at
+
+    @contextmanager
+    def noting(self, receipt: Callable[[], Receipt]) -> Iterator[None]:
+        """Set the actual cost by the call's receipt when the block ends."""
+        try:
+            yield
+        finally:
+            self.note_cost(receipt())
 
     def note_cost(self, receipt: Receipt) -> None:
         """Set the actual cost: prompt tokens computed for the request plus its output tokens.

@@ -74,7 +74,7 @@ async def accept_choices(
         checked = dataclasses.replace(checked, request_id=choice_request_id(request_id, len(calls)))
         check_image_bytes(checked, params.n)
         if terms.beams is not None:
-            run = intake.search_beams(checked, params.n)
+            run = intake.abilities.search_beams(checked, params.n)
             calls += [
                 dataclasses.replace(
                     checked,

@@ -15,8 +15,8 @@ import msgspec
 
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.outputs import TextDelta
-from baton.api.pooling import PoolingParams
 from baton.api.prompt import (
+    check_name,
     check_priority,
     check_prompt,
     check_prompt_logprobs,
@@ -24,26 +24,14 @@ from baton.api.prompt import (
     draw_seed,
 )
 from baton.api.sampling_params import SamplingParams
-from baton.checkpoint.pooling.answers import check_generates
-from baton.checkpoint.pooling.setup import GENERATES_ONLY, PoolingSetup
-from baton.text.tokenizer import Tokenizer
-from router.calls.beam_run import BeamLimits, BeamRun, begin_search
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.gate.admission import Admission
+from router.intake.abilities import Abilities
 from router.intake.answers.answers import Answers
-from router.intake.cache_salts import CacheSalts
-from router.intake.images.image_reader import ImageReader
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.base import OutputParser
-from router.intake.parsers.choice import OutputParsers
-from router.intake.prompt_reader import (
-    EarlyReaders,
-    Prompt,
-    PromptReader,
-    ReadPrompt,
-    is_chat,
-)
+from router.intake.prompt_reader import Prompt, PromptReader, ReadPrompt, is_chat
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_SESSION_ID_CHARS = 256
@@ -55,68 +43,38 @@ class Intake:
 
     Args:
         dispatcher: runs the calls.
-        tokenizer: the checkpoint's tokenizer; None: only token ids are served.
+        reader: tokenizes prompts in worker processes.
+        abilities: what the model does beside sampling tokens.
+        answers: makes the answers that clients get.
         vocab_size: size of the model's vocabulary.
         default_timeout_s: seconds until the deadline of requests that set none.
         metrics: count every request; None: new counters.
-        cache_salts: decide which cached prompts a request may find; None: salts per tenant.
-        parsers: divide the outputs of conversations; None: chosen by the chat template.
-        readers: templates to fork the processes that read requests; None: start new processes.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
-        end_token_ids: tokens that end an output, for beam searches.
-        trusts_templates: whether a request may bring a chat template.
-        cuts_changing_lines: whether lines that clients change in every prompt are removed.
-        logs_prompts: whether prompts and outputs are logged.
-        images: reads images of prompts; None: the model takes none.
-        setup: what the model does besides generating text.
 
     Attributes:
-        tokenizer, cache_salts, parsers, sampling_defaults, setup: see the arguments.
-        reader: tokenizes prompts in worker processes.
-        answers: makes the answers that clients get.
+        reader, abilities, answers, sampling_defaults: see the arguments.
+        tokenizer: the checkpoint's tokenizer; None: only token ids are served.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        tokenizer: Tokenizer | None,
+        reader: PromptReader,
+        abilities: Abilities,
+        answers: Answers,
         *,
         vocab_size: int,
         default_timeout_s: float,
         metrics: RouterMetrics | None = None,
-        cache_salts: CacheSalts | None = None,
-        parsers: OutputParsers | None = None,
-        readers: EarlyReaders | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
-        end_token_ids: frozenset[int] = frozenset(),
-        trusts_templates: bool = False,
-        cuts_changing_lines: bool = True,
-        logs_prompts: bool = False,
-        images: ImageReader | None = None,
-        setup: PoolingSetup = GENERATES_ONLY,
     ) -> None:
         self._dispatcher = dispatcher
-        self.tokenizer = tokenizer
+        self.reader, self.abilities, self.answers = reader, abilities, answers
+        self.tokenizer = reader.tokenizer
         self._metrics = metrics or RouterMetrics()
-        self.cache_salts = cache_salts or CacheSalts()
-        self.parsers = parsers or OutputParsers(tokenizer)
         self.sampling_defaults = dict(sampling_defaults or {})
-        self._end_token_ids = end_token_ids
-        self.answers = Answers(tokenizer, self.cache_salts, logs_prompts=logs_prompts)
-        self.setup = setup
         self._vocab_size = vocab_size
         self._default_timeout_s = default_timeout_s
-        self.reader = PromptReader(
-            tokenizer,
-            dispatcher.admission,
-            lambda: self.max_model_len,
-            vocab_size=vocab_size,
-            readers=readers,
-            trusts_templates=trusts_templates,
-            cuts_changing_lines=cuts_changing_lines,
-            images=images,
-            may_encode=lambda: dispatcher.pool.may_encode_images,
-        )
 
     @property
     def num_open(self) -> int:
@@ -125,9 +83,8 @@ class Intake:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens (prompt and output) of a request."""
-        pool = self._dispatcher.pool
-        return pool.max_model_len if self.setup.generates else pool.max_prompt_len
+        """Most tokens (prompt and output) of a request."""
+        return self.abilities.max_model_len
 
     @property
     def admission(self) -> Admission:
@@ -139,18 +96,6 @@ class Intake:
         self.answers.close()
         self.reader.close()
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether nodes are here that can serve a request now."""
-        pool = self._dispatcher.pool
-        return bool(pool.fleet if self.setup.generates else pool.prompt_fleet)
-
-    @property
-    def why_not_ready(self) -> str:
-        """Return one line that tells why no request could be served now."""
-        pool = self._dispatcher.pool
-        return pool.why_no_pair() if self.setup.generates else pool.why_no_prompt_node(1)
-
     async def accept(
         self,
         prompt: Prompt,
@@ -158,22 +103,19 @@ class Intake:
         terms: Terms,
         request_id: str = "",
         *,
-        pooling: PoolingParams | None = None,
+        generates: bool = True,
     ) -> Call:
         """Make a checked call of a request; raises InvalidRequestError for a client's mistakes.
 
         Args:
             prompt: text, token ids or a conversation.
             request_id: generated if empty.
-            pooling: numbers to take from the prompt's hidden states; None: sample tokens.
+            generates: whether the request is for text; False: for pooled numbers.
         """
         with self._metrics.accepting():
-            if pooling is None:
-                check_generates(self.setup)
-            call = await self._check(prompt, params, terms, request_id)
-            if pooling is None:
-                return call
-            return dataclasses.replace(call, pooling=pooling)
+            if generates:
+                self.abilities.check_generates()
+            return await self._check(prompt, params, terms, request_id)
 
     async def _check(
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
@@ -184,7 +126,7 @@ class Intake:
         read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
             read = await self.reader.read(prompt, principal)
-            thinking = self.parsers.asked_thinking(read.token_ids, params.thinking)
+            thinking = self.abilities.parsers.asked_thinking(read.token_ids, params.thinking)
             params = dataclasses.replace(params, thinking=thinking)
         check_sampling_params(params, vocab_size=self._vocab_size)
         if params.stop and self.tokenizer is None:
@@ -206,7 +148,7 @@ class Intake:
             sampling_params=params,
             terms=terms,
             timeout_s=self._default_timeout_s if timeout_s is None else timeout_s,
-            cache_salt=self.cache_salts.of(principal, terms.cache_word),
+            cache_salt=self.answers.salts.of(principal, terms.cache_word),
             is_chat=is_chat(prompt),
             images=read.images,
         )
@@ -223,11 +165,6 @@ class Intake:
         check_name("cache_salt", terms.cache_word, MAX_CACHE_WORD_CHARS)
         most_urgent = principal.limits.most_urgent_priority if principal.tenant else None
         check_priority(terms.priority, most_urgent)
-
-    def search_beams(self, call: Call, num_outputs: int) -> BeamRun:
-        """Return the beam search that a call's terms ask for; raises as `begin_search` does."""
-        limits = BeamLimits(self.max_model_len, self._vocab_size, self._end_token_ids)
-        return begin_search(call, num_outputs, limits, self._dispatcher)
 
     async def stream(
         self, call: Call, parser: OutputParser | None = None
@@ -259,12 +196,3 @@ class Intake:
             if error.receipt is not None:
                 error.receipt = answer.shown(error.receipt)
             raise
-
-
-def check_name(field: str, name: str, limit: int) -> None:
-    """Raise InvalidRequestError if a client's name is too long or not printable."""
-    if len(name) > limit:
-        raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
-    # Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.
-    if not name.isprintable():
-        raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

@@ -266,7 +266,7 @@ def _collect_nodes(pool: NodePool) -> Iterable[Metric]:
     counts = {(role, state): 0 for role in NodeRole for state in _NODE_STATES}
     fleet = pool.fleet
     usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
-    ready = {node.engine_id for node in usable}
+    ready = {node.engine_id for node in usable} | pool.reachable_encode_nodes
     for node in pool.nodes:
         state = _state(node, ready) if pool.identity.admits(node) else "not_serving"
         counts[node.registration.role, state] += 1
@@ -323,7 +323,9 @@ def _pairs(pool: NodePool) -> Iterator[tuple[float, Node, str]]:
     for node in pool.nodes:
         if node.registration.role is NodeRole.PREFILL:
             for engine_id, report in node.reports.items():
-                if report.connected:
+                peer = pool.node(engine_id)
+                is_decode = peer is None or peer.registration.role is NodeRole.DECODE
+                if report.connected and is_decode:
                     yield report.bandwidth_bytes_per_s, node, engine_id
 
 

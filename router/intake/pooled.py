@@ -94,7 +94,7 @@ class PooledRequests:
     """
 
     def __init__(self, intake: Intake, terms: Terms, request_id: str = "") -> None:
-        self._intake, self._setup, self._terms = intake, intake.setup, terms
+        self._intake, self._setup, self._terms = intake, intake.abilities.setup, terms
         self._request_id = request_id or uuid.uuid4().hex
         self._num_calls = 0
 
@@ -275,9 +275,9 @@ class PooledRequests:
             self._num_calls += 1
             with _named(field, place, len(prompts)):
                 call = await self._intake.accept(
-                    token_ids, _NO_SAMPLING, self._terms, self._request_id, pooling=params
+                    token_ids, _NO_SAMPLING, self._terms, self._request_id, generates=False
                 )
-            calls.append(dataclasses.replace(call, request_id=name))
+            calls.append(dataclasses.replace(call, request_id=name, pooling=params))
         accepted_at = asyncio.get_running_loop().time()
         found: dict[int, _Numbers] = {}
         orders = ((), range(len(calls))) if params.needs_all_rows else find_leaders(prompts)

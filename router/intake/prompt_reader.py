@@ -16,9 +16,10 @@ from pathlib import Path
 
 from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import InvalidRequestError, PromptTooLongError
-from baton.api.images import PromptImage
+from baton.api.images import ImageLayout, PromptImage
 from baton.api.prompt import check_token_ids
 from baton.api.structured_output import StructuredOutput
+from baton.media.expand import as_written
 from baton.processes.early_template import EarlyTemplate, may_fork
 from baton.text.detokenizer import Detokenizer
 from baton.text.grammar_trials import GrammarTrials, fork_trials
@@ -121,7 +122,7 @@ class PromptReader:
 
     Attributes:
         is_starting: whether the worker processes were started and are not ready yet.
-        images: see the arguments.
+        tokenizer, images: see the arguments.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class PromptReader:
         self.images = images
         self._may_encode = may_encode
         self.is_starting = False
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._admission = admission
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -231,7 +232,7 @@ class PromptReader:
         caller = principal.tenant
         with reader.open.reading(sum(len(image.data) for image in images), caller):
             sized = await reader.read_sizes(images, caller=caller)
-            token_ids = await self._encode(text, principal, add_special_tokens)
+            token_ids = await self._encode(text, principal, add_special_tokens, reader.layout)
             token_ids, placed = await reader.expand(token_ids, sized)
         reader.open.hold(placed, caller)
         return ReadPrompt(token_ids, placed)
@@ -252,8 +253,13 @@ class PromptReader:
         prompt: str | Sequence[int] | ChatPrompt | PairPrompt,
         principal: Principal,
         add_special_tokens: bool,
+        layout: ImageLayout | None = None,
     ) -> list[int]:
-        """Return a prompt's token ids, with markers in the places of images."""
+        """Return a prompt's token ids, with markers in the places of images.
+
+        Args:
+            layout: the rule for a prompt's images; None: the prompt has no images.
+        """
         max_model_len = self._max_model_len()
         if not isinstance(prompt, str | ChatPrompt | PairPrompt):
             limit = max_model_len - 1
@@ -267,7 +273,7 @@ class PromptReader:
         caller = principal.tenant
         if isinstance(prompt, str):
             return await self._texts.encode(
-                prompt,
+                prompt if layout is None else as_written(prompt, layout),
                 max_model_len=max_model_len,
                 caller=caller,
                 add_special_tokens=add_special_tokens,
@@ -286,7 +292,10 @@ class PromptReader:
         if self._cuts_changing_lines:
             messages = without_changing_lines(list(prompt.messages))
             prompt = dataclasses.replace(prompt, messages=messages)
-        return await self._texts.encode_chat(prompt, max_model_len=max_model_len, caller=caller)
+        replaced = None if layout is None else (layout.marker, layout.written)
+        return await self._texts.encode_chat(
+            prompt, max_model_len=max_model_len, caller=caller, replaced=replaced
+        )
 
     async def tokenize_only(
         self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
@@ -305,7 +314,7 @@ class PromptReader:
 
         Raises InvalidRequestError for unknown ids, too many ids, or a checkpoint without tokenizer.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidRequestError("tokens", "this checkpoint has no tokenizer.json")
         max_model_len = self._max_model_len()
         if len(token_ids) > max_model_len:
@@ -313,7 +322,7 @@ class PromptReader:
                 "tokens", f"must have at most {max_model_len}, got {len(token_ids)}"
             )
         check_token_ids("tokens", token_ids, self._vocab_size)
-        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
         texts = []
         for start in range(0, len(token_ids), _DECODED_AT_ONCE):
             texts.append(detokenizer.push(token_ids[start : start + _DECODED_AT_ONCE]))

@@ -140,9 +140,14 @@ class Texts:
         return await self._run("prompt", _PAIR + msgspec.json.encode([first, second]), caller)
 
     async def encode_chat(
-        self, prompt: ChatPrompt, *, max_model_len: int, caller: str = ""
+        self,
+        prompt: ChatPrompt,
+        *,
+        max_model_len: int,
+        caller: str = "",
+        replaced: tuple[str, str] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation; see `encode`."""
+        """Return the token ids of a conversation; see `encode` and `Tokenizer.encode_chat`."""
         check_num_messages(len(prompt.messages))
         _check_count("tools", len(prompt.tools), MAX_TOOLS)
         num_chars = sum(map(_num_chars, prompt.messages))
@@ -155,6 +160,7 @@ class Texts:
                     prompt.template_options,
                     prompt.continues_last,
                     prompt.template or prompt.named_template or None,
+                    replaced,
                 ]
             )
         except UnicodeEncodeError as error:
@@ -221,9 +227,8 @@ def _work_of(tokenizer: Tokenizer) -> Work:
             text = frame[1:].decode()
             token_ids = tokenizer.encode_long(text, add_special_tokens=kind == _TEXT)
         else:
-            messages, tools, template_options, continues_last, template = msgspec.json.decode(
-                frame[1:]
-            )
+            fields = msgspec.json.decode(frame[1:])
+            messages, tools, template_options, continues_last, template, replaced = fields
             for message in messages:
                 _parse_arguments(message)
             token_ids = tokenizer.encode_chat(
@@ -232,6 +237,7 @@ def _work_of(tokenizer: Tokenizer) -> Work:
                 template_options=template_options,
                 continues_last=continues_last,
                 template=template,
+                replaced=replaced,
             )
         return array("I", token_ids).tobytes()
 

@@ -7,18 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from baton.testing.transports import BLOCK_SHAPE, UNTOUCHED
 from kvconnector import KV_CONNECTORS
 from kvconnector.ends import Receiver, Sender
-from tests.fakes.handoff.kv_link import (
-    BLOCK_SHAPE,
-    CONNECTORS,
-    NUM_D_BLOCKS,
-    NUM_P_BLOCKS,
-    UNTOUCHED,
-    Kind,
-    Link,
-    numbers,
-)
+from tests.fakes.handoff.kv_link import CONNECTORS, NUM_D_BLOCKS, NUM_P_BLOCKS, Kind, Link, numbers
 from tests.fakes.handoff.kv_memories import memory_of
 
 

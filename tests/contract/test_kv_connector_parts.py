@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.testing.transports import UNTOUCHED
 from kvconnector.blocks import LayerRange
-from tests.fakes.handoff.kv_link import (
-    UNTOUCHED,
-    Kind,
-    Link,
-)
+from tests.fakes.handoff.kv_link import Kind, Link
 from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium

@@ -8,21 +8,12 @@ import msgspec
 import pytest
 import torch
 
+from baton.testing.transports import BLOCK_SHAPE, BLOCK_SIZE, UNTOUCHED
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import HandoffRecord, TransferEvent
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
-from tests.fakes.handoff.kv_link import (
-    BLOCK_SHAPE,
-    BLOCK_SIZE,
-    CONNECTORS,
-    NUM_D_BLOCKS,
-    NUM_P_BLOCKS,
-    UNTOUCHED,
-    Kind,
-    Link,
-    numbers,
-)
+from tests.fakes.handoff.kv_link import CONNECTORS, NUM_D_BLOCKS, NUM_P_BLOCKS, Kind, Link, numbers
 from tests.fakes.handoff.kv_memories import memory_of
 from tests.fakes.time.waiting import wait_until
 

@@ -257,7 +257,7 @@ def drafts_of(
         pause: steps without drafts behind each step with drafts.
     """
     engine, found = llm.engine, []
-    after_step = engine._speculation.after_step  # type: ignore[union-attr]
+    after_step = engine.features.speculation.after_step  # type: ignore[union-attr]
 
     def note(result: Any, requests: dict[str, Request], proposed: Any) -> Any:
         for request_id, drafts in proposed.items():
@@ -265,8 +265,8 @@ def drafts_of(
                 found.append((list(requests[request_id].token_ids), drafts))
         return after_step(result, requests, proposed)
 
-    engine._speculation.after_step = note  # type: ignore[union-attr, method-assign]
-    engine._speculation.num_to_draft = (  # type: ignore[union-attr, method-assign]
+    engine.features.speculation.after_step = note  # type: ignore[union-attr, method-assign]
+    engine.features.speculation.num_to_draft = (  # type: ignore[union-attr, method-assign]
         lambda num_rows, can_draft: 0 if engine.num_steps % (pause + 1) else NUM_DRAFTS
     )
     llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
@@ -335,7 +335,7 @@ def test_a_prefix_without_drafter_kv_is_read_before_drafting(kind: str, folder: 
     )
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(3, 96, (30,), generator=generator).tolist() for _ in range(3)]
-    speculation: Any = llm.engine._speculation
+    speculation: Any = llm.engine.features.speculation
     speculation.num_to_read = lambda: 0
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     outputs = [list(output.token_ids) for output in llm.generate(prompts, params)]

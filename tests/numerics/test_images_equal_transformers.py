@@ -16,6 +16,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Completion, FinishReason
 from baton.api.sampling_params import SamplingParams
 from engine import LLM
+from engine.offline.images import with_images
 from models.vision.preprocess import Preprocessor
 from tests.fakes.images.inline_pixels import decode_inline
 from tests.numerics.vision_checkpoints import (
@@ -31,6 +32,7 @@ NUM_TOKENS = 6
 CLEAR_CUT = 1e-3
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 QUICK = "SmolVLMForConditionalGeneration"
+WHOLE = "Gemma3ForConditionalGeneration"  # one step computes all tokens of an image
 SIZES = [(40, 30), (9, 70), (100, 37), (64, 64), (33, 32)]
 
 Parts = Sequence[str | Image.Image]
@@ -65,6 +67,10 @@ def has_states(checkpoint: VisionCheckpoint) -> bool:
     return "Qwen3_5" in type(checkpoint.theirs).__name__
 
 
+def keeps_images_whole(checkpoint: VisionCheckpoint) -> bool:
+    return type(checkpoint.theirs).__name__ == WHOLE
+
+
 def block_size(checkpoint: VisionCheckpoint) -> int:
     """Return a block size with which images are several blocks, if the model allows it."""
     return 16 if has_states(checkpoint) else 4
@@ -92,18 +98,15 @@ def draw_parts(checkpoint: VisionCheckpoint, seed: int, num_images: int) -> list
 @torch.inference_mode()
 def expected(checkpoint: VisionCheckpoint, parts: Parts) -> list[int]:
     """Return greedy tokens of transformers, as far as each is certain."""
-    ids: list[int] = []
-    for part in parts:
-        if isinstance(part, str):
-            ids += checkpoint.tokenizer(part, add_special_tokens=False).input_ids
-        else:
-            ids += checkpoint.expanded(part)
+    texts = (part if isinstance(part, str) else checkpoint.expanded_text(part) for part in parts)
+    ids = checkpoint.tokenizer("".join(texts), add_special_tokens=False).input_ids
     images = [part for part in parts if not isinstance(part, str)]
     inputs = checkpoint.model_inputs(*images) if images else {}
     input_ids = torch.tensor([ids])
     if "image_grid_thw" in inputs:
-        placeholder = checkpoint.theirs.config.image_token_id
-        inputs["mm_token_type_ids"] = (input_ids == placeholder).int()
+        inputs["mm_token_type_ids"] = _types(checkpoint, input_ids)
+    elif images and keeps_images_whole(checkpoint):
+        inputs["token_type_ids"] = _types(checkpoint, input_ids)
     result = checkpoint.theirs.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -120,6 +123,11 @@ def expected(checkpoint: VisionCheckpoint, parts: Parts) -> list[int]:
     num_certain = (*is_certain, False).index(False)
     tokens: list[int] = result.sequences[0, len(ids) :].tolist()
     return tokens[:num_certain]
+
+
+def _types(checkpoint: VisionCheckpoint, input_ids: torch.Tensor) -> torch.Tensor:
+    placeholder: int = checkpoint.theirs.config.image_token_id
+    return (input_ids == placeholder).int()
 
 
 def assert_equal(found: Sequence[Completion], wanted: Sequence[list[int]]) -> None:
@@ -170,6 +178,8 @@ def test_hits_end_within_images_and_behind_them(checkpoint: VisionCheckpoint) ->
         ["ab", one, "cd", image(4), "ef"],
         ["ab", one, "cd", other, "efghijklmnopqrstuvwx"],
     ]
+    for text in ("x", "xy", "xyz", "xyzw"):  # the texts behind the image begin at other places
+        prompts += [[text, one, "ef"], [text, one, "gh"]]
     for parts in prompts:
         asked = prompt_of(checkpoint, parts)
         assert_equal(llm.generate(asked, GREEDY), [expected(checkpoint, parts)])
@@ -188,6 +198,8 @@ def test_preempted_requests_compute_their_images_again(
     assert lengths == [NUM_TOKENS] * 3
     num_tokens = max(len(alone.engine.requests), alone.metrics().prompt_tokens_computed_total)
     few = num_tokens // 16 + 8
+    if keeps_images_whole(checkpoint):
+        few += 13  # layers with a window need blocks of their own
     llm = load(checkpoint, prefix_cache=False, num_blocks=few, block_size=16)
     found = llm.generate(asked[1:4], long)
     assert llm.metrics().preemptions_total > 0
@@ -202,6 +214,19 @@ def test_an_image_in_many_prompts_is_encoded_once(checkpoint: VisionCheckpoint) 
     found = llm.generate([prompt_of(checkpoint, parts) for parts in prompts], GREEDY)
     assert_equal(found, [expected(checkpoint, parts) for parts in prompts])
     assert llm.metrics().images_encoded_total == 1
+
+
+def test_chats_are_tokenized_as_by_the_processor(checkpoint: VisionCheckpoint) -> None:
+    llm = load(checkpoint)
+    parts = [{"type": "text", "text": "a\n"}, {"type": "image", "image": image(1)}]
+    parts.append({"type": "text", "text": "\nb"})
+    [prompt] = llm.encode_chats([{"role": "user", "content": parts}])
+    assert isinstance(prompt, dict)
+    token_ids = prompt["prompt"]
+    assert isinstance(token_ids, list)
+    found, _ = with_images(token_ids, prompt["images"], llm.engine.features.images.layout)
+    text = f"user:a\n{checkpoint.expanded_text(image(1))}\nbassistant:"
+    assert found == checkpoint.tokenizer(text, add_special_tokens=False).input_ids
 
 
 @pytest.mark.large

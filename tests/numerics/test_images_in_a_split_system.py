@@ -59,7 +59,7 @@ def prompts(checkpoint: VisionCheckpoint, llm: LLM) -> list[Expanded]:
     for num in range(5):
         prompt = prompt_of(checkpoint, draw_parts(checkpoint, 20 * num, num))
         token_ids = llm.tokenizer.encode(prompt["prompt"])
-        expanded.append(with_images(token_ids, prompt["images"], llm.engine.images.layout))
+        expanded.append(with_images(token_ids, prompt["images"], llm.engine.features.images.layout))
     return expanded
 
 
@@ -76,7 +76,7 @@ def kv_by(llm: LLM, prompts: Sequence[Expanded]) -> Callable[[list[int]], torch.
             seed=0,
             eos_token_ids=frozenset(),
             max_model_len=engine.max_model_len,
-            images=engine.images.of_prompt(images, token_ids),
+            images=engine.features.images.of_prompt(images, token_ids),
         )
         engine.add_request(request)
         while request.num_output_tokens < 1:
@@ -112,7 +112,7 @@ def expected(llm: LLM, prompt: Expanded) -> list[int]:
         seed=0,
         eos_token_ids=frozenset(),
         max_model_len=llm.engine.max_model_len,
-        images=llm.engine.images.of_prompt(images, token_ids),
+        images=llm.engine.features.images.of_prompt(images, token_ids),
     )
     llm.engine.add_request(request)
     while llm.engine.requests:

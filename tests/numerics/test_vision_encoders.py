@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,17 @@ from torch import Tensor
 from transformers.image_utils import load_image
 
 from baton.api.errors import InvalidRequestError, ModelLoadError
+from baton.media.expand import as_written, expand_images
 from baton.media.image_header import read_header
 from baton.media.layouts import layout_of
-from baton.media.layouts.gemma import GemmaLayout
-from baton.media.layouts.processor_files import ProcessorFiles
-from baton.text.tokenizer import Tokenizer
-from models import MODELS, ModelConfig, load_model
+from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.decoder import DecoderForCausalLM
 from models.layers.rotary import RotaryEmbedding
 from models.loading.loader import WeightPacker
 from models.parallel.group import Ranks, SingleRank
 from models.vision.preprocess import Preprocessor, decode
-from models.vision.specs import read_gemma3
 from tests.numerics.vision_checkpoints import (
-    GEMMA,
     VISION_FAMILIES,
     VisionCheckpoint,
     drawn_image,
@@ -149,30 +144,18 @@ def test_pixel_values_are_the_processors(checkpoint: VisionCheckpoint) -> None:
         assert np.array_equal(found, expected.numpy().reshape(found.shape))
 
 
-@torch.inference_mode()
-def test_gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "Gemma3ForConditionalGeneration"
-    checkpoint = make_vision_checkpoint(name, tmp_path, GEMMA)
-    seeing = replace(MODELS.load(name), vision=read_gemma3)
-    monkeypatch.setattr(f"models.families.gemma.{name}", seeing)
-    vision = load(checkpoint, None).vision
-    assert vision is not None
-    image = drawn_image(40, 30)
-    pixels = Preprocessor(tmp_path).pixels(file_of(image))
-    found = vision.encode({n: torch.from_numpy(one) for n, one in pixels.items()})
-    theirs = checkpoint.theirs.model.get_image_features(checkpoint.process(image)["pixel_values"])
-    torch.testing.assert_close(found, theirs.pooler_output[0], rtol=1e-5, atol=1e-5)
-    files = ProcessorFiles.read(tmp_path)
-    assert files is not None
-    tokenizer = Tokenizer(tmp_path)
-    layout = GemmaLayout(files, tokenizer)
+def test_text_around_an_image_is_tokenized_as_by_the_processor(
+    checkpoint: VisionCheckpoint,
+) -> None:
+    layout, image = layout_of(checkpoint.folder), drawn_image(40, 30)
+    assert layout is not None
+    whole = checkpoint.expanded_text(image)
     for text in ("user\nMARKERWhat?", "MARKER\n\nMARKER", "MARKER"):
-        whole = text.replace("MARKER", GEMMA.expand(None))
-        expected = tokenizer.encode(whole, add_special_tokens=False)
-        ids = tokenizer.encode(text.replace("MARKER", layout.written), add_special_tokens=False)
-        image_tokens = layout.expand(40, 30).token_ids
-        expanded = [image_tokens if one == layout.marker_token_id else (one,) for one in ids]
-        assert [one for part in expanded for one in part] == expected
+        expected = checkpoint.tokenizer(text.replace("MARKER", whole), add_special_tokens=False)
+        written = as_written(text.replace("MARKER", layout.marker), layout)
+        ids = checkpoint.tokenizer(written, add_special_tokens=False).input_ids
+        files = [(b"", *image.size)] * text.count("MARKER")
+        assert expand_images(ids, files, layout)[0] == expected.input_ids
 
 
 def test_files_are_decoded_as_transformers_decodes_them() -> None:

@@ -61,6 +61,7 @@ class VisionFamily:
         options: options of the image processor's calls that the processor gives.
         text: fields of the text part's config.
         whole: fields of the whole model's config; a text is a token, whose id is meant.
+        around: text that the processor puts before and behind an image.
     """
 
     tokens: Sequence[str]
@@ -71,6 +72,7 @@ class VisionFamily:
     options: Mapping[str, Any] = field(default_factory=dict)
     text: Mapping[str, Any] = field(default_factory=dict)
     whole: Mapping[str, Any] = field(default_factory=dict)
+    around: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,16 @@ class VisionCheckpoint:
 
     def model_inputs(self, *images: Image.Image) -> dict[str, Any]:
         """Return the model's inputs for the images of one prompt."""
-        return {n: one for n, one in self.process(*images).items() if n not in ("rows", "cols")}
+        found = self.process(*images).items()
+        return {n: one for n, one in found if n not in ("rows", "cols", "num_crops")}
+
+    def expanded_text(self, image: Image.Image) -> str:
+        """Return the text that the processor has for an image."""
+        around = self.family.around
+        return f"{around}{self.family.expand(self.process(image))}{around}"
 
     def expanded(self, image: Image.Image) -> list[int]:
-        """Return the tokens that the processor has for an image."""
+        """Return the tokens of an image, without the text around the image."""
         text = self.family.expand(self.process(image))
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
@@ -204,6 +212,27 @@ _DELTA_NETS = {
 }
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
+    # An image has more tokens than the window and than a block of KV.
+    "Gemma3ForConditionalGeneration": VisionFamily(
+        ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        {**_TILES, "patch_size": 4, "model_type": "siglip_vision_model", "vision_use_head": True},
+        ("Gemma3ImageProcessorPil", {"size": {"height": 32, "width": 32}}),
+        lambda found: f"<start_of_image>{'<image_soft_token>' * 16}<end_of_image>",
+        {"processor_class": "Gemma3Processor", "image_seq_length": 16},
+        text={
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 8,
+        },
+        whole={
+            "mm_tokens_per_image": 16,
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "tie_word_embeddings": False,
+        },
+        around="\n\n",
+    ),
     "Idefics3ForConditionalGeneration": VisionFamily(
         _TILE_TOKENS,
         _TILES,
@@ -250,29 +279,10 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 }
 
 
-# Not registered yet: its tokens of an image see each other, which steps do not plan.
-GEMMA = VisionFamily(
-    ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
-    {**_TILES, "model_type": "siglip_vision_model", "vision_use_head": True},
-    ("Gemma3ImageProcessorPil", {"size": {"height": 32, "width": 32}}),
-    lambda found: "\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\n",
-    {"processor_class": "Gemma3Processor", "image_seq_length": 4},
-    whole={
-        "mm_tokens_per_image": 4,
-        "image_token_index": "<image_soft_token>",
-        "boi_token_index": "<start_of_image>",
-        "eoi_token_index": "<end_of_image>",
-        "tie_word_embeddings": False,
-    },
-)
-
-
-def make_vision_checkpoint(
-    architecture: str, folder: Path, family: VisionFamily | None = None
-) -> VisionCheckpoint:
+def make_vision_checkpoint(architecture: str, folder: Path) -> VisionCheckpoint:
     """Make a random model in which each weight matters, and save it with its processor."""
-    family = family or VISION_FAMILIES[architecture]
-    tokenizer = _tokenizer(family.tokens)
+    family = VISION_FAMILIES[architecture]
+    tokenizer = make_tokenizer(family.tokens)
     whole = {
         name: tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
         for name, value in family.whole.items()
@@ -287,6 +297,9 @@ def make_vision_checkpoint(
     )
     theirs = model_class(config).eval()
     fill_small_weights(theirs)
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter_name.endswith("mm_input_projection_weight"):  # 0 in transformers
+            torch.nn.init.normal_(parameter, std=0.5)
     save(theirs, folder)
     tokenizer.save_pretrained(folder)
     name, settings = family.images
@@ -298,7 +311,7 @@ def make_vision_checkpoint(
     return VisionCheckpoint(folder, theirs, tokenizer, images, family)
 
 
-def _tokenizer(special: Sequence[str]) -> Any:
+def make_tokenizer(special: Sequence[str]) -> Any:
     """Make a tokenizer of single bytes, of two line ends in one token, and of special tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: index for index, letter in enumerate(alphabet)} | {"ĊĊ": len(alphabet)}

@@ -19,6 +19,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.images.image_inputs import fail_images, set_pixels
 from tests.fakes.engine.engine_parts import ContentRunner, make_request
 from tests.property.num_examples import num_examples
 
@@ -70,6 +71,7 @@ class ImagesMachine(RuleBasedStateMachine):
         long_prefill_token_threshold=st.integers(1, 20),
         num_blocks=st.integers(16, NUM_BLOCKS),
         runs_ahead=st.booleans(),
+        keeps_whole=st.booleans(),
     )
     def make(
         self,
@@ -79,7 +81,11 @@ class ImagesMachine(RuleBasedStateMachine):
         long_prefill_token_threshold: int,
         num_blocks: int,
         runs_ahead: bool,
+        keeps_whole: bool,
     ) -> None:
+        if keeps_whole:  # beside two requests that decode
+            max_num_batched_tokens = max(max_num_batched_tokens, LARGEST + 2)
+        self.keeps_whole = keeps_whole
         self.cache_tokens, self.max_encoder_tokens = cache_tokens, max_encoder_tokens
         self.runs_ahead = runs_ahead
         self.max_model_len = num_blocks * BLOCK_SIZE
@@ -91,6 +97,7 @@ class ImagesMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=long_prefill_token_threshold,
             encoder_cache_tokens=cache_tokens,
             max_num_encoder_input_tokens=max_encoder_tokens,
+            keeps_images_whole=keeps_whole,
         )
 
     # ------------------------------------------------------------ what may happen
@@ -142,7 +149,7 @@ class ImagesMachine(RuleBasedStateMachine):
         assert images is not None
         self.scheduler.images.wanted = []
         images.pixels = {span.digest: ImagePixels(()) for span in images.spans}
-        self.scheduler.set_pixels(images)
+        set_pixels(self.scheduler, images)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -172,6 +179,8 @@ class ImagesMachine(RuleBasedStateMachine):
             scheduled = scheduled.without_finished()
         if not scheduled.scheduled:
             return
+        if self.keeps_whole:
+            _assert_images_are_whole(scheduled)
         plan, _ = self.scheduler.plan(scheduled)
         failed = self.work(scheduled, plan.images or StepImages())
         output = self.sample(scheduled) if self.runs_ahead else self.runner.execute(scheduled)
@@ -194,7 +203,7 @@ class ImagesMachine(RuleBasedStateMachine):
 
     def end_step(self) -> None:
         flight = self.in_flight.pop(0)
-        self.scheduler.fail_images(flight.output.failed_images)
+        fail_images(self.scheduler, flight.output.failed_images)
         failed = {request_id for request_id, _ in self.scheduler.failures}
         self.scheduler.failures.clear()
         result = self.scheduler.update(flight.scheduled, flight.output)
@@ -256,6 +265,13 @@ class ImagesMachine(RuleBasedStateMachine):
             assert request.images is None or request.images.pixels is None
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.num_free == pool.num_blocks
+
+
+def _assert_images_are_whole(scheduled: SchedulerOutput) -> None:
+    for item in scheduled.scheduled:
+        request = item.request
+        end = request.num_computed_tokens + request.num_tokens_in_flight + item.num_scheduled_tokens
+        assert not any(span.first < end < span.end for span in request.image_spans)
 
 
 def _expected(scheduled: SchedulerOutput) -> dict[int, tuple[bytes, int]]:

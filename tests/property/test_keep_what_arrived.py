@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.api.sampling_params import SamplingParams
-from decode_node import quarantine, reservations
+from decode_node import reservations
 from engine.core.request import Request
 from kvconnector.base import TransferEventKind
 from kvconnector.peer_process import PeerProcess
+from node_runtime import quarantine
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -23,7 +24,7 @@ def num_tokens_kept(cluster: Cluster, prompt: list[int]) -> int:
     request = Request.create(
         "probe", prompt, PARAMS, seed=0, eos_token_ids=frozenset(), max_model_len=28
     )
-    return cluster.d.engine.find_initial_prefix(request)[0]
+    return cluster.d.engine.kv_cache_manager.find_initial_prefix(request)[0]
 
 
 def watermarks(cluster: Cluster) -> list[int]:

@@ -147,16 +147,23 @@ def test_every_byte_is_written_once_and_right(
     writers=st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 4)),
     readers=st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 4)),
     layers=st.sampled_from([None, (0, 1), (1, 3), (2, 4)]),
+    unequal=st.booleans(),
 )  # fmt: skip
 def test_stages_on_either_side_have_each_byte_written_once_and_right(
     one: KVGroup,
     writers: tuple[int, int],
     readers: tuple[int, int],
     layers: tuple[int, int] | None,
+    unequal: bool,
 ) -> None:
     unit = unit_of(one)
     sides = [
-        KVManifest(groups=(one,), num_ranks=size * stages, num_stages=stages)
+        KVManifest(
+            groups=(one,),
+            num_ranks=size * stages,
+            num_stages=stages,
+            stage_layers=UNEQUAL[stages] if unequal else (),
+        )
         for size, stages in (writers, readers)
     ]
     for side in sides:
@@ -177,6 +184,10 @@ def test_stages_on_either_side_have_each_byte_written_once_and_right(
                 inside[index * layer_bytes : (index + 1) * layer_bytes] = 1
         assert bytes(count) == bytes(inside)
         assert bytes(written) == bytes(wanted[rank] * inside)
+
+
+# Four layers in so many stages.
+UNEQUAL = {1: (4,), 2: (3, 1), 3: (1, 2, 1), 4: (1, 1, 1, 1)}
 
 
 def ranks_of(side: KVManifest) -> range:
@@ -255,6 +266,10 @@ def test_ranks_that_stages_cannot_be_of_are_refused() -> None:
     for num_ranks, num_stages in ((3, 2), (4, 4)):
         with pytest.raises(TransferError, match="num_stages"):
             KVManifest(groups=(group(2),), num_ranks=num_ranks, num_stages=num_stages).check()
+    for layers in ((1, 1), (1, 1, 1), (3,)):
+        manifest = KVManifest(groups=(group(2),), num_ranks=2, num_stages=2, stage_layers=layers)
+        with pytest.raises(TransferError, match="stage_layers"):
+            manifest.check()
 
 
 def test_between_single_ranks_a_unit_is_one_range() -> None:

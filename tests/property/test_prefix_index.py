@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.kv.block_hash import BlockHash, BlockHasher
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlockPool
-from node_runtime.kv_event_feed import KVEventFeed
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 

@@ -1,4 +1,4 @@
-"""The scheduler's state machine again, with a step that runs while everything else happens.
+"""The scheduler's state machine again, with steps that run while everything else happens.
 
 What a step writes is there when it begins and once more when it ends, so that who is given a
 block too early finds foreign content in it.
@@ -71,6 +71,11 @@ class InFlightMachine(SchedulerMachine):
         self.check_ahead(step)
         if not step.scheduled:
             return
+        self.begin(step, next_token)
+        if len(self.in_flight) == 2:
+            self.end_step()
+
+    def begin(self, step: SchedulerOutput, next_token: Callable[[Request], int]) -> None:
         seen = [
             ScheduledRequest(
                 cast(Request, self.view(item.request)),
@@ -82,8 +87,6 @@ class InFlightMachine(SchedulerMachine):
         output = self.run(next_token, SchedulerOutput(tuple(seen), step.num_scheduled_tokens))
         self.scheduler.begin_step(step)
         self.in_flight.append(Flight(step, output, seen))
-        if len(self.in_flight) == 2:
-            self.end_step()
 
     def view(self, request: Request) -> View:
         token_ids = list(request.token_ids)
@@ -124,19 +127,18 @@ class InFlightMachine(SchedulerMachine):
     def blocks_held(self) -> Counter[int]:
         """Count held blocks, with those that steps in flight write for ended requests."""
         held = super().blocks_held()
-        for flight in self.in_flight:
-            for item in flight.scheduled.scheduled:
-                if item.request.request_id not in self.scheduler.requests:
-                    held.update(item.request.block_ids)
+        for request in {i.request for one in self.in_flight for i in one.scheduled.scheduled}:
+            if request.request_id not in self.scheduler.requests:
+                held.update(request.block_ids)
         return held
 
     @invariant()
-    def what_the_step_writes_is_not_free(self) -> None:
+    def what_the_steps_write_is_not_free(self) -> None:
         if not self.in_flight:
             return
         manager = self.scheduler.kv_cache_manager
         ref_counts = manager.block_pool.ref_counts()
-        for item in self.in_flight[0].seen:
+        for item in (item for flight in self.in_flight for item in flight.seen):
             start = item.request.num_computed_tokens
             first = start // manager.block_size * manager.num_groups
             end = start + item.num_scheduled_tokens
@@ -154,6 +156,38 @@ class InFlightMachine(SchedulerMachine):
     def drained(self) -> bool:
         return not self.in_flight and super().drained()
 
+
+class StagesMachine(InFlightMachine):
+    """Pipeline stages: as many steps are in flight as there are stages, as in `Engine.execute`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_stages = 2
+
+    @initialize(num_stages=st.integers(2, 4))
+    def choose_stages(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+
+    def one_step(self, next_token: Callable[[Request], int], abort_during: bool = False) -> None:
+        self.scheduler.num_stages = self.num_stages
+        step = self.scheduler.schedule()
+        self.scheduler.check()
+        self.check_ahead(step)
+        assert not any(item.request.num_tokens_pending for item in step.scheduled)
+        if step.scheduled:
+            self.begin(step, next_token)
+            if abort_during:
+                request_id = step.scheduled[0].request.request_id
+                self.scheduler.abort(request_id)
+                self.end(request_id, "aborted")
+            if len(self.in_flight) < self.num_stages:
+                return
+        if self.in_flight:
+            self.end_step()
+
+
+TestStages = StagesMachine.TestCase
+TestStages.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 TestStepInFlight = InFlightMachine.TestCase
 TestStepInFlight.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from decode_node.options import DecodeOptions
-from engine.engine import Engine
+from engine.step_figures import StepFigures
 from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -96,7 +96,7 @@ def test_steps_with_prompts_are_bounded_while_a_prefill_node_is_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = list[float | None]()
-    monkeypatch.setattr(Engine, "limit_stretch", lambda _, limit: limits.append(limit))
+    monkeypatch.setattr(StepFigures, "limit_stretch", lambda _, limit: limits.append(limit))
     cluster = make_cluster(20, options=DecodeOptions(max_step_stretch=1.3))
     assert limits == [1.3]
     cluster.kill("p")
@@ -111,4 +111,4 @@ def test_zero_leaves_steps_unbounded_and_a_bound_below_a_step_is_refused() -> No
     with pytest.raises(ConfigError, match="max_step_stretch: must be 0 or above 1, got 1"):
         DecodeOptions(max_step_stretch=1.0)
     cluster = make_cluster(20, options=DecodeOptions(max_step_stretch=0.0))
-    assert cluster.d_engine._figures._stretch is None
+    assert cluster.d_engine.figures._stretch is None

@@ -477,7 +477,7 @@ def test_the_prefill_node_drafts_first_and_the_decode_node_s_first_step_verifies
 
 def test_a_decode_node_that_does_not_draft_does_without_the_drafts_that_come() -> None:
     cluster = make_cluster(20, engine_options=NGRAM)
-    cluster.d_engine._speculation = None
+    cluster.d_engine.features.speculation = None
     cluster.place("a", 1, prompt_of(12, 13), TWELVE)
     cluster.settle()
     assert_right(cluster)

@@ -194,13 +194,13 @@ def test_who_waits_is_looked_up_again_only_when_something_was_freed(
 ) -> None:
     cluster = make_cluster(num_blocks, options=options)
     lookups: list[str] = []
-    find = cluster.d_engine.find_initial_prefix
+    find = cluster.d_engine.kv_cache_manager.find_initial_prefix
 
     def count(request: Request) -> tuple[int, list[BlockHash]]:
         lookups.append(request.request_id)
         return find(request)
 
-    monkeypatch.setattr(cluster.d_engine, "find_initial_prefix", count)
+    monkeypatch.setattr(cluster.d_engine.kv_cache_manager, "find_initial_prefix", count)
     cluster.place("a", 1, prompt_of(0, 18), GREEDY)
     cluster.place("b", 1, prompt_of(1, 18), GREEDY)
     start_all(cluster)

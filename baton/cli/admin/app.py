@@ -12,14 +12,16 @@ _ENTRIES = {
     ),
     "node": Entry("baton.cli.admin.nodes:node", "Show one node."),
     "drain": Entry(
-        "baton.cli.admin.lifecycle:drain",
+        "baton.cli.admin_changes.lifecycle:drain",
         "Let a node finish its requests and take no new ones; the node stays, for `resume` or "
         "`remove`.",
     ),
     "resume": Entry(
-        "baton.cli.admin.lifecycle:resume", "Have a draining or drained node serve again."
+        "baton.cli.admin_changes.lifecycle:resume", "Have a draining or drained node serve again."
     ),
-    "remove": Entry("baton.cli.admin.lifecycle:remove", "Drain a node and end its process."),
+    "remove": Entry(
+        "baton.cli.admin_changes.lifecycle:remove", "Drain a node and end its process."
+    ),
     "top": Entry("baton.cli.admin.top:top", "Watch a router and its nodes; Ctrl-C ends it."),
     "stats": Entry(
         "baton.cli.admin.stats:stats",
@@ -50,33 +52,35 @@ _ENTRIES = {
         "baton.cli.admin.audit:audit",
         "Show the owners of KV blocks on a node, or on all; exit code 5 if a block has no owner.",
     ),
-    "policy": Entry("baton.cli.admin.tuning:policy", "See or change how requests are placed."),
+    "policy": Entry(
+        "baton.cli.admin_changes.tuning:policy", "See or change how requests are placed."
+    ),
     "rollout": Entry(
-        "baton.cli.admin.rollout:rollout",
+        "baton.cli.admin_changes.rollout:rollout",
         "See or change which revisions of nodes get requests, and which shares.",
     ),
     "names": Entry(
-        "baton.cli.admin.names:names",
+        "baton.cli.admin_changes.names:names",
         "See or change the model names that clients may use, and what each name stands for.",
     ),
     "adapters": Entry(
-        "baton.cli.admin.adapters:adapters",
+        "baton.cli.admin_changes.adapters:adapters",
         "See or change the LoRA adapters that nodes compute beside the base model.",
     ),
     "weights": Entry(
-        "baton.cli.admin.weights:weights",
+        "baton.cli.admin_changes.weights:weights",
         "Serve other weights of the same model from running nodes, or let nodes sleep.",
     ),
     "flush-cache": Entry(
-        "baton.cli.admin.tuning:flush_cache",
+        "baton.cli.admin_changes.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; running requests keep their blocks.",
     ),
     "log-level": Entry(
-        "baton.cli.admin.tuning:log_level",
+        "baton.cli.admin_changes.tuning:log_level",
         "Set the log level of a node, or of the router (named `router`), from now on.",
     ),
     "profile": Entry(
-        "baton.cli.admin.tuning:profile",
+        "baton.cli.admin_changes.tuning:profile",
         "Show where a node's engine, or the router (named `router`), spends its time.",
     ),
     "version": Entry(

@@ -198,8 +198,17 @@ def _computing_account(receipt: types_pb2.Receipt) -> str:
     return (
         f": {name} queued the prompt for {format_seconds(prefill.queue_s)}, "
         f"computed {prefill.num_computed_tokens} tokens in {format_seconds(prefill.prefill_s)} and "
-        f"had {prefill.num_cached_tokens} cached"
+        f"had {prefill.num_cached_tokens} cached" + _encodings_account(prefill)
     )
+
+
+def _encodings_account(prefill: types_pb2.PrefillReceipt) -> str:
+    """Return how many images encode nodes encoded; empty if none was asked to."""
+    received, lost = prefill.num_encodings_received, prefill.num_encodings_lost
+    if not received + lost:
+        return ""
+    waited = format_seconds(prefill.encodings_wait_s)
+    return f"; encodings: {received} received, {lost} lost, within {waited}"
 
 
 def _decode_account(found: admin_pb2.RequestTrace) -> str:

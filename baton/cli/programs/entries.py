@@ -21,6 +21,10 @@ PROGRAM_ENTRIES = {
         "baton.cli.programs.nodes:decode",
         "Receive prompts' KV blocks from prefill nodes and decode in continuous batches.",
     ),
+    "encode": Entry(
+        "baton.cli.programs.nodes:encode",
+        "Encode images of prompts and send the encodings to prefill nodes.",
+    ),
     "sim-node": Entry(
         "baton.cli.programs.sim_node:sim_node",
         "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",

@@ -1,4 +1,4 @@
-"""`baton prefill` and `baton decode`: run one node each."""
+"""`baton prefill`, `baton decode` and `baton encode`: run one node each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from baton.cli.config_file import program
 from baton.processes.child_processes import THREAD_VARIABLES, use_one_heap
 from baton.registry import Registry
 from decode_node.options import DecodeNodeOptions
-from node_runtime.options import NodeOptions
+from encode_node.options import EncodeOptions
+from node_runtime.options import ProgramOptions
 from node_runtime.run_node import MakeProgram, run_node
 from prefill_node.options import PrefillOptions
 
@@ -22,13 +23,19 @@ if TYPE_CHECKING:
 # Given as text, so that torch is imported only to make a node.
 _PROGRAMS: Registry[MakeProgram[Any]] = Registry(
     "node program",
-    {"prefill": "prefill_node.program:make_program", "decode": "decode_node.program:make_program"},
+    {
+        "prefill": "prefill_node.program:make_program",
+        "decode": "decode_node.program:make_program",
+        "encode": "encode_node.program:make_program",
+    },
 )
-_CHECKS: Registry[Callable[[NodeOptions], None]] = Registry(
+_CHECKS: Registry[Callable[[Any], None]] = Registry(
     "check of a node",
     {
         "options": "node_runtime.option_checks:check_options",
         "model": "node_runtime.option_checks:check_model",
+        "encode options": "node_runtime.option_checks:check_program_options",
+        "encode model": "node_runtime.option_checks:check_vision_model",
     },
 )
 _EARLY: Registry[Callable[[str], EarlyGrammars | None]] = Registry(
@@ -48,17 +55,27 @@ def decode(options: DecodeNodeOptions) -> None:
     _run("decode", options)
 
 
-def _run(role: str, options: NodeOptions) -> NoReturn:
+@program
+def encode(options: EncodeOptions) -> None:
+    """Encode images of prompts and send the encodings to prefill nodes.
+
+    Loads only the vision encoder of the model. Prefill nodes need --encode-nodes.
+    """
+    _run("encode", options)
+
+
+def _run(role: str, options: ProgramOptions) -> NoReturn:
     """Run a node; option errors are reported before torch is imported."""
+    kind = "encode " if role == "encode" else ""
 
     def load() -> MakeProgram[Any]:
-        _CHECKS.load("model")(options)
+        _CHECKS.load(f"{kind}model")(options)
         return _PROGRAMS.load(role)
 
-    _CHECKS.load("options")(options)
+    _CHECKS.load(f"{kind}options")(options)
     for name, value in THREAD_VARIABLES.items():  # set before torch and NumPy are loaded
         os.environ.setdefault(name, value)
     use_one_heap()
     # Forked before torch is imported, and while this process has only one thread.
-    grammars = _EARLY.load("grammars")(options.model)
+    grammars = None if kind else _EARLY.load("grammars")(options.model)
     raise typer.Exit(run_node(role, options, load, grammars))

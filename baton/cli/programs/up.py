@@ -29,6 +29,7 @@ _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
     "speculative_model", "adapter_root",
 )  # fmt: skip
+_FOR_ENCODE_NODES = ("dtype",)
 _MAX_ADAPTERS = 8  # slots of each node if a folder of adapters is given
 
 
@@ -48,6 +49,12 @@ class UpOptions:
     )
     decode: int = option(
         1, least=0, help="Number of decode nodes; 0: embeddings, scores and labels only."
+    )
+    encode: int = option(
+        0,
+        least=0,
+        help="Number of encode nodes, which encode images for the prefill nodes; 0: prefill nodes "
+        "encode images.",
     )
     listen: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     http_listen: str = same_option(RouterConfig, "http_listen")
@@ -90,9 +97,12 @@ class UpOptions:
         help="On a CPU, let nodes compute on each other's cores while these are idle.",
     )
     router_args: str = option("", help="More options of the router, as one string.")
-    node_args: str = option("", help="More options of every node, as one string.")
+    node_args: str = option(
+        "", help="More options of every prefill and decode node, as one string."
+    )
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
+    encode_args: str = option("", help="More options of every encode node, as one string.")
     log_folder: str = option("", help="Folder for logs; a temporary folder if not given.")
     admin_token: str = option(
         "", is_secret=True, help="Token that admin calls must bring; empty: none."
@@ -118,6 +128,8 @@ class UpOptions:
         check_limits(self)
         if not self.prefill + self.decode:
             raise ConfigError("decode: must be 1 or more, got 0")
+        if self.encode and not self.prefill:
+            raise ConfigError("prefill: must be 1 or more with --encode, got 0")
 
 
 @program
@@ -149,6 +161,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         http_listen=options.http_listen,
         num_prefill=options.prefill,
         num_decode=options.decode,
+        num_encode=options.encode,
         router_args=[
             # The last value of a repeated option counts.
             *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),
@@ -161,6 +174,9 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         ],
         prefill_args=options.prefill_args.split(),
         decode_args=options.decode_args.split(),
+        encode_args=[
+            *(*file_args, *passed_on(context, _FOR_ENCODE_NODES), *options.encode_args.split()),
+        ],
         log_folder=Path(options.log_folder) if options.log_folder else None,
         admin_token=options.admin_token,
         tls_folder=Path(options.tls_folder) if options.tls_folder else None,

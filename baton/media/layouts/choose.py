@@ -14,6 +14,7 @@ from baton.text.tokenizer import Tokenizer
 LAYOUTS: Registry[Callable[[ProcessorFiles, Tokenizer], ImageLayout]] = Registry(
     "image processor",
     {
+        "Gemma3Processor": "baton.media.layouts.gemma:GemmaLayout",
         "Idefics3Processor": "baton.media.layouts.tiles:TilesLayout",
         "PixtralProcessor": "baton.media.layouts.pixtral:PixtralLayout",
         "Qwen2VLProcessor": "baton.media.layouts.qwen:QwenLayout",

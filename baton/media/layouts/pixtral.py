@@ -27,7 +27,7 @@ class PixtralLayout:
     def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None:
         """Read the settings; raises ModelLoadError if they do not fit the model or tokenizer."""
         self.settings = files.settings
-        self.marker = files.processor_text("image_token", "[IMG]")
+        self.marker = self.written = files.processor_text("image_token", "[IMG]")
         self.marker_token_id = self.placeholder_token_id = files.token_id(tokenizer, self.marker)
         self._break, self._end = (
             files.token_id(tokenizer, files.processor_text(name, default))

@@ -22,6 +22,7 @@ _MAX_INTEGER = 2**31 - 1
 _DIGEST_BYTES = 16
 # Architecture -> processor, for checkpoints whose files do not name one.
 _BY_ARCHITECTURE = {
+    "Gemma3ForConditionalGeneration": "Gemma3Processor",
     "Idefics3ForConditionalGeneration": "Idefics3Processor",
     "Mistral3ForConditionalGeneration": "PixtralProcessor",
     "Qwen2VLForConditionalGeneration": "Qwen2VLProcessor",

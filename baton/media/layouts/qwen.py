@@ -25,7 +25,7 @@ class QwenLayout:
         tokenizer: the checkpoint's tokenizer.
     """
 
-    marker = _PLACEHOLDER
+    marker = written = _PLACEHOLDER
 
     def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None:
         """Read the settings; raises ModelLoadError if they do not fit the model or tokenizer."""

@@ -31,7 +31,7 @@ class TilesLayout:
         tokenizer: the checkpoint's tokenizer.
     """
 
-    marker = _IMAGE
+    marker = written = _IMAGE
 
     def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None:
         """Read the settings; raises ModelLoadError if they do not fit the model or tokenizer."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+# Name of the array that is an encoding, not pixel values: another node has encoded the image.
+ENCODING = "encoding of another node"
+
 
 class PixelArray(msgspec.Struct, frozen=True, gc=False):
     """One array of an image's pixel values.
@@ -31,6 +34,11 @@ class EncodeImage(msgspec.Struct, frozen=True):
     digest: bytes
     num_embeddings: int
     pixels: tuple[PixelArray, ...]
+
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether another node has encoded the image."""
+        return bool(self.pixels) and self.pixels[0].name == ENCODING
 
 
 class PlacedImage(msgspec.Struct, frozen=True):

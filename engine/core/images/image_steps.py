@@ -7,7 +7,10 @@
 
 A chunk with tokens of an image needs the image's encoding, either from the cache or made in the
 chunk's step. The number of image tokens that a step encodes is limited. A chunk may end within an
-image, as attention is causal; the encoding is held until the image's last token has been computed.
+image if attention is causal; the encoding is held until the image's last token has been computed.
+If an image's tokens see each other, one chunk computes all of them. A cached prefix may still end
+within such an image, because its blocks were computed with the whole image; one chunk computes the
+rest.
 Refuses to know: tensors, how requests are chosen.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan
@@ -24,6 +28,7 @@ from engine.core.images.prompt_images import PromptImages
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
+from engine.core.step_plan import StepPlan
 
 
 class ImageSteps:
@@ -35,6 +40,7 @@ class ImageSteps:
         max_encoder_tokens: maximum number of tokens of the images that one step encodes. One image
             may have more.
         counters: counts encoded images and hits.
+        keeps_whole: whether no chunk may end within an image.
 
     Attributes:
         cache: the workers' encodings.
@@ -43,11 +49,17 @@ class ImageSteps:
     """
 
     def __init__(
-        self, cache_tokens: int, max_encoder_tokens: int, counters: EngineCounters
+        self,
+        cache_tokens: int,
+        max_encoder_tokens: int,
+        counters: EngineCounters,
+        *,
+        keeps_whole: bool = False,
     ) -> None:
         self.cache = EncoderCache(cache_tokens)
         self.wanted: list[PromptImages] = []
         self._max_encoder_tokens, self._counters = max_encoder_tokens, counters
+        self._keeps_whole = keeps_whole
         self._num_tokens_left = max_encoder_tokens
         self._encodes_any = False
         self._num_open = 0  # requests with images
@@ -64,33 +76,32 @@ class ImageSteps:
     # ------------------------------------------------------------------ requests
 
     def register(self, request: Request) -> None:
-        """Register a new request with images."""
-        assert request.images is not None
-        self._num_open += 1
-        request.images.add_user(request.request_id)
+        """Register a new request; ignore one without images."""
+        if request.images is not None:
+            self._num_open += 1
+            request.images.add_user(request.request_id)
 
     def leave_batch(self, request: Request) -> None:
         """Release the encodings of a preempted or ending request."""
         self.cache.release_all(request.request_id)
 
     def unregister(self, request: Request) -> None:
-        """Unregister an ended request with images."""
-        assert request.images is not None
-        self._num_open -= 1
-        request.images.remove_user(request.request_id)
+        """Unregister an ended request; ignore one without images."""
+        if request.images is not None:
+            self._num_open -= 1
+            request.images.remove_user(request.request_id)
 
     def start_again(self, request: Request) -> None:
         """Request the pixel values of a preempted request again, if they were dropped."""
-        assert request.images is not None
-        request.images.add_user(request.request_id)
-        if request.images.awaits_pixels:
-            self.wanted.append(request.images)
+        if request.images is not None:
+            request.images.add_user(request.request_id)
+            if request.images.awaits_pixels:
+                self.wanted.append(request.images)
 
     def note_computed(self, request: Request) -> None:
         """Drop pixel values that no open request needs; call when prompt tokens are computed."""
         images = request.images
-        assert images is not None
-        if request.num_computed_tokens >= images.end:
+        if images is not None and request.num_computed_tokens >= images.end:
             images.remove_user(request.request_id)
 
     def forget_all(self) -> None:
@@ -104,6 +115,8 @@ class ImageSteps:
 
     def begin_step(self) -> None:
         """Begin to schedule a step; release the encodings that earlier steps have used."""
+        if not self.is_active:
+            return
         for digest, holder in self._computed:
             self.cache.release(digest, holder)
         self._computed.clear()
@@ -112,25 +125,36 @@ class ImageSteps:
             self.cache.remove(digest)
             del self._encode[digest]
         self._num_tokens_left = self._max_encoder_tokens
-        self._num_tokens_left -= sum(map(self.cache.size_of, self._encode))
-        self._encodes_any = bool(self._encode)
+        left = [digest for digest, image in self._encode.items() if not image.is_encoded]
+        self._num_tokens_left -= sum(map(self.cache.size_of, left))
+        self._encodes_any = bool(left)
 
-    def limit(self, request: Request, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` tokens the images let this step compute."""
+    def limit(self, request: Request, num_tokens: int, most: int) -> int:
+        """Return how many of a request's next tokens this step can compute.
+
+        Args:
+            num_tokens: tokens that the request should compute. More are returned only if an image
+                begins the chunk and must be computed whole.
+            most: tokens that fit into the step.
+        """
         start = request.num_computed_tokens + request.num_tokens_in_flight
-        needed: dict[bytes, int] = {}  # sizes of the images to encode
+        needed: dict[bytes, int] = {}  # sizes of the images whose encodings are not kept
+        to_encode = 0  # tokens of those that this node must encode
         used: list[bytes] = []
-        if request.images is None or start >= request.images.end:
+        if request.images is None or start >= request.images.end or num_tokens < 1:
             return num_tokens
+        if self._keeps_whole:
+            num_tokens = _without_cut(request, start, num_tokens, most)
         for span in _spans_between(request, start, start + num_tokens):
             used.append(span.digest)
-            if span.digest not in self.cache:
+            if span.digest not in self.cache and span.digest not in needed:
                 needed[span.digest] = span.num_tokens
+                to_encode += 0 if _is_encoded(request.images, span) else span.num_tokens
             if not needed:
                 continue
             num_needed = sum(needed.values())
             is_first = not self._encodes_any and len(needed) == 1
-            in_budget = is_first or num_needed <= self._num_tokens_left
+            in_budget = is_first or to_encode <= self._num_tokens_left
             if not in_budget or not self.cache.has_room(num_needed, used):
                 return max(span.first - start, 0)
         return num_tokens
@@ -157,6 +181,10 @@ class ImageSteps:
             holder = (request.request_id, span.first)
             if not self.cache.hold(span.digest, holder):  # the prompt has the image twice
                 self._encode_image(images, index, holder)
+
+    def add_to(self, plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
+        """Return a step's plan with what the step does with images; call once per step."""
+        return replace(plan, images=self.plan(scheduled)) if self.is_active else plan
 
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepImages | None:
         """Return what the planned step does with images, or None if nothing.
@@ -220,15 +248,41 @@ class ImageSteps:
         self._encode[span.digest] = EncodeImage(
             span.digest, len(images.places[index]), images.pixels[span.digest].arrays
         )
+        if _is_encoded(images, span):
+            self._counters.encodings_received += 1
+            return
         self._num_tokens_left -= span.num_tokens
         self._encodes_any = True
         self._counters.images_encoded += 1
+
+
+def _is_encoded(images: PromptImages, span: ImageSpan) -> bool:
+    """Return whether another node has encoded an image."""
+    pixels = None if images.pixels is None else images.pixels.get(span.digest)
+    return pixels is not None and pixels.is_encoding
 
 
 def _spans_between(request: Request, start: int, end: int) -> list[ImageSpan]:
     """Return the images with placeholders between positions ``start`` and ``end`` of a prompt."""
     assert request.images is not None
     return [span for span in request.images.spans if span.first < end and span.end > start]
+
+
+def _without_cut(request: Request, start: int, num_tokens: int, most: int) -> int:
+    """Return a number of tokens from ``start`` on that does not end within an image.
+
+    The chunk ends before the image. If the image begins the chunk, or a cached prefix ends within
+    the image, the chunk has the whole rest of the image. If ``most`` is too small for the rest, the
+    number is 0, and the request waits for a step with more room.
+    """
+    end = start + num_tokens
+    for span in _spans_between(request, start, end):
+        if span.end <= end:
+            continue
+        if span.first > start:
+            return span.first - start
+        return span.end - start if span.end - start <= most else 0
+    return num_tokens
 
 
 def _placed(images: PromptImages, start: int, end: int, shift: int) -> list[PlacedImage]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
-from engine.core.images.image_plan import PixelArray
+from engine.core.images.image_plan import ENCODING, PixelArray
 
 DIGEST_BYTES = 16
 
@@ -17,7 +17,8 @@ DIGEST_BYTES = 16
 class ImagePixels(msgspec.Struct, frozen=True, weakref=True, eq=False):
     """An image's pixel values, ready for the encoder.
 
-    Prompts with an equal image share this object.
+    Prompts with an equal image share this object. An encoding that another node has made takes the
+    place of pixel values (`encoding_of`).
     """
 
     arrays: tuple[PixelArray, ...]
@@ -25,6 +26,16 @@ class ImagePixels(msgspec.Struct, frozen=True, weakref=True, eq=False):
     @property
     def num_bytes(self) -> int:
         return sum(len(array.data) for array in self.arrays)
+
+    @property
+    def is_encoding(self) -> bool:
+        """Return whether another node has encoded the image."""
+        return bool(self.arrays) and self.arrays[0].name == ENCODING
+
+
+def encoding_of(array: PixelArray) -> ImagePixels:
+    """Return an encoding ``[num_embeddings, width]`` in place of an image's pixel values."""
+    return ImagePixels((PixelArray(ENCODING, array.dtype, array.shape, array.data),))
 
 
 class PromptImages:
@@ -41,6 +52,9 @@ class PromptImages:
         places: positions in the prompt of each image's placeholders, ascending.
         files: image files by digest; empty: another node encodes the images.
         pixels: pixel values by digest; None: not made, or no longer needed.
+        received: encodings that other nodes have sent, by digest, until ``pixels`` has them.
+        awaits_encodings: whether other nodes may still send encodings, so that nothing is decoded
+            yet.
         users: ids of open requests that have tokens of the images to compute.
 
     Raises:
@@ -59,6 +73,8 @@ class PromptImages:
             image.span.digest: image.data for image in images if image.data
         }
         self.pixels: Mapping[bytes, ImagePixels] | None = None
+        self.received: dict[bytes, ImagePixels] = {}
+        self.awaits_encodings = False
         self.users: set[str] = set()
         _check_spans(self.spans, len(token_ids), most_tokens)
         if self.files and len(self.files) < len({span.digest for span in self.spans}):
@@ -94,6 +110,7 @@ class PromptImages:
         self.users.discard(request_id)
         if not self.users:
             self.pixels = None
+            self.received.clear()
 
 
 def _check_spans(spans: Sequence[ImageSpan], num_tokens: int, most_tokens: int) -> None:

@@ -37,7 +37,8 @@ class ModelInput:
 class PreparedStep:
     """Inputs of a step's forward and sampler.
 
-    The tensors are views of buffers that are overwritten two steps later.
+    The tensors are views of buffers that are overwritten `EngineConfig.max_steps_in_flight` steps
+    later.
 
     Attributes:
         sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a request with
@@ -66,7 +67,8 @@ class PreparedStep:
 class ReplayStep:
     """A step of one token per request, which replays a captured graph.
 
-    Its inputs lie in a staging buffer on the host, which is overwritten two steps later.
+    Its inputs lie in a staging buffer on the host, which is overwritten
+    `EngineConfig.max_steps_in_flight` steps later.
     """
 
     sampling: SamplingInput

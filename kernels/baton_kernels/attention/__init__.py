@@ -48,6 +48,8 @@ _LIBRARY_OF = {name: name for name in _FOR_PROMPTS} | {
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
 # Backend of keys and values -> backend of the same kind that takes only latents.
 _OVER_LATENTS = {"triton": "triton_latents"}
+# Backends in which tokens of an image can see each other (`AttentionMetadata.row_ends`).
+WITH_ROW_ENDS = ("reference", "cpu", "native")
 _TRITON = ("triton", "triton_invariant", "triton_latents", *_FOR_PROMPTS.values())
 
 
@@ -240,4 +242,9 @@ def _reason_against_library(
     return ("attention_backend", head) if head else None
 
 
-__all__ = ["ATTENTION_BACKENDS", "choose_attention_backend", "wanted_block_size"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "WITH_ROW_ENDS",
+    "choose_attention_backend",
+    "wanted_block_size",
+]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from baton.adapters.digest import NO_ADAPTER, AdapterDigest, check_digest, shorten_digest
 from baton.api.errors import BatonError, ConfigError, InvalidRequestError, NodeUnavailableError
+from baton.link.words import PAIR_ROLES
 from baton.v1 import admin_pb2
 from router.api.admin.node_calls import NodeCalls
 from router.fleet.node import Node
@@ -172,7 +173,7 @@ class AdapterAdmin:
             InvalidRequestError: all nodes of a role refuse the adapter's files.
             NodeUnavailableError: a role has nodes and none of them could load the adapter.
         """
-        nodes = base.pool.nodes
+        nodes = [node for node in base.pool.nodes if node.registration.role in PAIR_ROLES]
         loads = await asyncio.gather(*(_load(calls, node, served) for node in nodes))
         for role in {node.registration.role for node in nodes}:
             errors = [

@@ -203,7 +203,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     request.prompt, context.principal
                 )
                 whose = Principal(tenant=tenant) if tenant else context.principal
-                salt = base.intake.cache_salts.of(whose)
+                salt = base.intake.answers.salts.of(whose)
                 adapter, num_tokens = self._names.find_adapter(request.model), len(token_ids)
                 decisions = [
                     explain_now(base.dispatcher, num_tokens, max_tokens, token_ids, salt, adapter)

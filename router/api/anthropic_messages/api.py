@@ -271,7 +271,7 @@ def _note_thinking(request: web.Request, given: MessagesRequest, body: ChatReque
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     can_be_told = template is not None and "enable_thinking" in template.variables
     # Without a reasoning parser the model never thinks.
-    if not can_be_told and intake.parsers.reasoning_parser == NONE:
+    if not can_be_told and intake.abilities.parsers.reasoning_parser == NONE:
         note_ignored(request, ["thinking"])
     if given.output_config is not None:
         note_effort(request, body, "output_config.effort")

@@ -192,7 +192,7 @@ async def chat_completions(request: web.Request, options: HttpOptions) -> web.St
     intake = request[SERVED].intake
     check_stream(body)
     note_effort(request, body, effort_field(body))
-    if body.thinking is not None and intake.parsers.reasoning_parser == NONE:
+    if body.thinking is not None and intake.abilities.parsers.reasoning_parser == NONE:
         note_ignored(request, ["thinking"])
     calls, dialect = await open_chat(request, body, received_at)
     return await Exchange(
@@ -212,7 +212,7 @@ def note_effort(request: web.Request, body: ChatRequest, field: str) -> None:
         field: the client's name for the reasoning effort.
     """
     intake = request[SERVED].intake
-    if intake.parsers.reasoning_parser != NONE:
+    if intake.abilities.parsers.reasoning_parser != NONE:
         return
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     reasoning = body.reasoning
@@ -242,7 +242,7 @@ async def open_chat(
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("modalities", 'must be ["text"]: the model writes nothing else')
     with as_client_wrote(body):
-        held = held_output(body, intake.parsers, grammars)
+        held = held_output(body, intake.abilities.parsers, grammars)
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
     note_ignored(request, unseen_results(body))
@@ -262,7 +262,7 @@ async def open_chat(
         structured_output=held.output if held is not None else None,
     )
     is_constrained = params.structured_output is not None
-    parsers = intake.parsers
+    parsers = intake.abilities.parsers
     thinking = parsers.thinking(
         token_ids,
         asked,

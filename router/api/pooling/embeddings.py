@@ -67,7 +67,7 @@ class EmbeddingObject(msgspec.Struct):
 async def embeddings(request: web.Request, options: HttpOptions) -> web.Response:
     """Answer a request for embeddings; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, EmbeddingRequest, options)
-    setup = request[SERVED].intake.setup
+    setup = request[SERVED].intake.abilities.setup
     check_only(body, normalized=setup.normalizes, normalize=setup.normalizes)
     prompt_name, kind = body.prompt_name, body.input_type or body.task
     if prompt_name is None and kind is not None:

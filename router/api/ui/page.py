@@ -242,9 +242,15 @@ def first_conversation(request: web.Request, model: str) -> FirstConversation:
 
 
 def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:
-    """List each pair once, as reported by its prefill node."""
+    """List each pair of a prefill and a decode node once, as reported by its prefill node."""
+    encoders = {node.node_name for node in nodes if node.role == 3}
     prefills = (node for node in nodes if node.role == 1)
-    return [(node.node_name, peer) for node in prefills for peer in node.peers]
+    return [
+        (node.node_name, peer)
+        for node in prefills
+        for peer in node.peers
+        if peer.node_name not in encoders
+    ]
 
 
 @dataclass(frozen=True, slots=True)

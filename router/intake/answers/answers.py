@@ -11,11 +11,11 @@ from baton.api.outputs import Receipt, TextDelta
 from baton.text.tokenizer import Tokenizer
 from router.calls.call import Call
 from router.intake.answers.call_text import CallText
+from router.intake.answers.long_answers import LongAnswers
+from router.intake.answers.prompt_log import PromptLog
+from router.intake.answers.usage import OwnPrompts, told
 from router.intake.cache_salts import CacheSalts
-from router.intake.long_answers import LongAnswers
 from router.intake.parsers.base import OutputParser
-from router.intake.prompt_log import PromptLog
-from router.intake.usage import OwnPrompts, told
 
 
 class Answers:
@@ -23,10 +23,11 @@ class Answers:
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: outputs have no text.
-        salts: the router's cache salts.
+        salts: decide which cached prompts a request may find, and its receipt may reveal.
         logs_prompts: whether prompts and outputs are logged.
 
     Attributes:
+        salts: see the arguments.
         long: builds response parts that contain many logprobs.
     """
 
@@ -34,6 +35,7 @@ class Answers:
         self, tokenizer: Tokenizer | None, salts: CacheSalts, *, logs_prompts: bool = False
     ) -> None:
         self.long = LongAnswers()
+        self.salts = salts
         self._tokenizer = tokenizer
         self._own_prompts = OwnPrompts(salts)
         self._prompt_log = PromptLog(tokenizer) if logs_prompts else None

@@ -15,7 +15,7 @@ from typing import Any
 
 MAX_TOKENS = 32
 LICENCE = Path(__file__).parents[3] / "LICENSE"
-_LICENCE_CHARACTERS = 6000  # as the demo shows
+_LICENCE_CHARACTERS = 6000  # the last ones, as in the demo
 _REPEATED_WORDS, _MOST_REPEATS = 3, 2
 # For models without a chat template, which complete a list of questions and answers.
 EXAMPLES = """\
@@ -77,14 +77,14 @@ def demo_questions() -> tuple[Question, ...]:
 
     They are a second turn, JSON, and a long prompt.
     """
-    licence = LICENCE.read_text(encoding="utf-8")[:_LICENCE_CHARACTERS]
+    licence = LICENCE.read_text(encoding="utf-8")[-_LICENCE_CHARACTERS:]
     turn = (
         SYSTEM,
         {"role": "user", "content": "What is the capital of France?"},
         {"role": "assistant", "content": "The capital of France is Paris."},
     )
     return (
-        Question("Who are you?", ("smollm", "assistant", "ai "), before=()),
+        Question("Who are you?", ("smollm", "assistant", "ai ", "here to help"), before=()),
         Question(
             "What is it famous for? Answer in one sentence.", ("paris", "eiffel", "art"), turn
         ),
@@ -95,7 +95,9 @@ def demo_questions() -> tuple[Question, ...]:
             fits=PERSON,
         ),
         Question(
-            f"{licence}\n\nWhich licence is this? Answer in one sentence.", ("apache",), before=()
+            f"{licence}\n\nWhich license is described above? Answer in one sentence.",
+            ("apache",),
+            before=(),
         ),
     )
 

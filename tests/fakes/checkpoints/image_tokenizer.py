@@ -27,12 +27,21 @@ TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class RowsLayout:
-    """A placeholder per 14 x 14 pixels, and a mark behind each row."""
+    """A placeholder per 14 x 14 pixels, and a mark behind each row.
+
+    Attributes:
+        around: text that is put before and behind an image.
+    """
 
     marker_token_id: int
     row_token_id: int
     marker: str = MARKER
     settings: bytes = b"rows of 14"
+    around: str = ""
+
+    @property
+    def written(self) -> str:
+        return f"{self.around}{self.marker}{self.around}"
 
     @property
     def placeholder_token_id(self) -> int:

@@ -108,8 +108,7 @@ class CheckedEngine(Engine):
         identity: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         made = make_engine(folder, config, identity)
-        parts = made._scheduler, made._grammars, made._speculation
-        super().__init__(made.executor, *parts, made.compatibility, made.images)
+        super().__init__(made.executor, made._scheduler, made.features, made.compatibility)
         self.expected_kv = expected_kv
 
     def schedule(self) -> SchedulerOutput:
@@ -130,7 +129,7 @@ class CheckedEngine(Engine):
 def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor:
     """Return the KV that a token behind the first ``num_tokens`` reads: ``[num_blocks, ...]``."""
     num_groups = engine.kv_memory.spec.num_groups
-    places = engine.handoff_indices(num_tokens)
+    places = engine.kv_cache_manager.handoff_indices(num_tokens)
     kv = engine.kv_memory.tensor[[block_ids[place] for place in places]]  # a copy
     if engine.kv_memory.spec.by_heads:
         kv = kv[:, 0].permute(0, 2, 3, 1, 4, 5).contiguous()  # as if it lay by layers
@@ -260,15 +259,16 @@ class Cluster:
         *,
         alone: bool = False,
         images: Sequence[PromptImage] = (),
+        encode_engine_id: str = "",
     ) -> None:
         """Send both legs of a new attempt, which continues the output of earlier attempts.
 
         Args:
             alone: the decode node computes the prompt itself; there is no other leg.
             images: the prompt's images; the node that computes the prompt gets their files.
+            encode_engine_id: node that sends the encodings to the prefill node; empty: none.
         """
-        outputs = tuple(output_token_ids)
-        trace = TraceContext(random_id(16)).child()
+        outputs, trace = tuple(output_token_ids), TraceContext(random_id(16)).child()
         self.attempts[request_id, epoch] = Attempt(prompt, params, dict(enumerate(outputs)))
         self.attempts[request_id, epoch].num_initial = len(outputs)
         self.attempts[request_id, epoch].trace = trace
@@ -299,6 +299,7 @@ class Cluster:
                 timeout_s=1e6,
                 trace=trace,
                 images=tuple(images),
+                encode_engine_ids=(encode_engine_id,) * len(images) if encode_engine_id else (),
             )
         )
 

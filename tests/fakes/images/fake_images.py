@@ -83,6 +83,7 @@ class FakeLayout:
     """Images of one row; a mark ends each."""
 
     marker, settings = "<image>", b"fake"
+    written = marker
     marker_token_id, placeholder_token_id = 6, PLACEHOLDER
 
     def expand(self, width: int, height: int) -> ImageTokens:

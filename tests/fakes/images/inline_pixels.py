@@ -31,7 +31,7 @@ class InlinePixels(PixelMaker):
         made: dict[bytes, ImagePixels] = {}
         for digest, file in images.files.items():
             try:
-                made[digest] = self._made(file)
+                made[digest] = images.received.get(digest) or self._made(file)
             except BatonError as error:
                 self._done.append((images, error_of(images, digest, error)))
                 return
@@ -59,5 +59,5 @@ class InlinePixels(PixelMaker):
 
 def decode_inline(engine: Engine, preprocessor: Preprocessor) -> None:
     """Let an engine's images be decoded in this process."""
-    assert engine.images.are_taken
-    engine.images._pixels = InlinePixels(preprocessor.pixels)
+    assert engine.features.images.are_taken
+    engine.features.images._pixels = InlinePixels(preprocessor.pixels)

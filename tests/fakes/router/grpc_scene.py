@@ -26,10 +26,10 @@ from router.calls.recovery.retry_budget import RetryOptions
 from router.fleet.node_pool import NodePool
 from router.intake.images.image_options import ImageOptions
 from router.intake.images.image_reader import ImageReader
-from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.checkpoints.image_tokenizer import image_tokenizer, rows_layout
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration, token, token_1
 from tests.fakes.router.router_scene import RecordingDispatcher
@@ -107,7 +107,7 @@ class GrpcScene:
         self.dispatcher = RecordingDispatcher(
             self.pool, LeastTokens(), Recoveries(self.pool, retries)
         )
-        intake = Intake(
+        intake = make_intake(
             self.dispatcher,
             TOKENIZER if images is None else image_tokenizer(),
             vocab_size=4096 if images is None else 4200,

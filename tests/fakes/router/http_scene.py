@@ -22,7 +22,6 @@ from router.calls.recovery.recovery import Recoveries
 from router.gate.overload import Overload
 from router.intake.images.image_options import ImageOptions
 from router.intake.images.image_reader import ImageReader
-from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.intake.parsers.choice import OutputParsers
 from router.names.defaults import NameDefaults
@@ -30,6 +29,7 @@ from router.names.metrics_page import MetricsPage
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.checkpoints.image_tokenizer import image_tokenizer, rows_layout
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 from tests.fakes.router.router_scene import NO_RETRIES, RecordingDispatcher
@@ -72,7 +72,7 @@ class HttpScene:
             self.pool, LeastTokens(), Recoveries(self.pool, NO_RETRIES)
         )
         self.metrics = RouterMetrics(self.pool)
-        self.intake = intake = Intake(
+        self.intake = intake = make_intake(
             self.dispatcher,
             TOKENIZER if images is None else image_tokenizer(),
             vocab_size=4096 if images is None else 4200,

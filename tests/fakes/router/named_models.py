@@ -22,7 +22,6 @@ from router.api.grpc.inference_service import InferenceService
 from router.api.http_server import HttpServer
 from router.calls.recovery.recovery import Recoveries
 from router.calls.recovery.retry_budget import RetryOptions
-from router.intake.intake import Intake
 from router.intake.metrics import RouterMetrics
 from router.names.base_model import BaseModel
 from router.names.metrics_page import MetricsPage
@@ -31,6 +30,7 @@ from router.names.served_name import ServedName
 from router.names.table import NameTable
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.router.grpc_scene import TOKENIZER, AnsweringNode
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.nodes import make_pool
 from tests.fakes.router.router_scene import RecordingDispatcher
 
@@ -50,7 +50,7 @@ class NamedModel:
         recoveries = Recoveries(self.pool, RETRIES)
         self.dispatcher = RecordingDispatcher(self.pool, LeastTokens(), recoveries)
         metrics = RouterMetrics(self.pool)
-        intake = Intake(
+        intake = make_intake(
             self.dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0, metrics=metrics
         )
         self.base = BaseModel(

@@ -35,7 +35,7 @@ from baton.link.words import (
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
 from engine.executors.uniproc import SubmittedStep
-from node_runtime.kv_event_feed import KVEventFeed
+from node_runtime.reports.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
@@ -152,8 +152,7 @@ class NodeProcess:
         busy = self.node.step()
         if self.link is None:
             assert self.node.requests() == [], "it works for a router that is gone"
-        if engine._in_flight is not None:  # how fast this machine computes must not matter
-            pending = engine._in_flight[1]
+        for _, pending in engine._in_flight:  # how fast this machine computes must not matter
             if isinstance(pending, ProposingStep):
                 pending = pending.step
             assert isinstance(pending, SubmittedStep)

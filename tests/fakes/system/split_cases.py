@@ -41,12 +41,14 @@ FORM_FAMILIES = ("qwen3", "glm45", "gpt_oss")
 
 DEMO_TOKEN_NUMBERS = 6 * 2 * 2 * 64  # in KV, of the demo model: layers, K and V, heads, head size
 FLOAT32_BYTES = 4
-Ranks = tuple[int, int]  # tensor-parallel size, stages
+# Tensor-parallel size, stages, and the stages' layers if not equal.
+Ranks = tuple[int, int] | tuple[int, int, str]
 
 
 def rank_args(ranks: Ranks) -> list[str]:
     """Return the arguments of a node with so many ranks."""
-    return ["--tensor-parallel-size", str(ranks[0]), "--pipeline-parallel-size", str(ranks[1])]
+    sizes = "--tensor-parallel-size", str(ranks[0]), "--pipeline-parallel-size", str(ranks[1])
+    return [*sizes, *(["--pipeline-layers", ranks[2]] if len(ranks) > 2 else [])]
 
 
 def demo_model(_: Path) -> Path:
@@ -205,4 +207,11 @@ SPLIT_CASES = (
     SplitCase(name="4 ranks to 2", prefill=(4, 1), decode=(2, 1), is_lengthy=True, **_FEW),
     SplitCase(name="2 ranks to 2 stages", prefill=(2, 1), decode=(1, 2), is_lengthy=True, **_FEW),
     SplitCase(name="2 stages of 2 to 1", prefill=(2, 2), is_lengthy=True, **_FEW),
+    SplitCase(
+        name="4 + 2 to 3 + 2 + 1 layers",
+        prefill=(1, 2, "4,2"),
+        decode=(1, 3, "3,2,1"),
+        is_lengthy=True,
+        **_FEW,
+    ),
 )

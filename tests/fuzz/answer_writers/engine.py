@@ -30,7 +30,7 @@ class EngineWriter:
         return frozenset(self._llm.engine.eos_token_ids)
 
     def check(self, params: SamplingParams) -> None:
-        self._llm.engine.compile_grammar(params)
+        self._llm.engine.features.grammars.compile_for(params)
 
     def write(self, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[Written]:
         done = self._llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])

@@ -15,7 +15,7 @@ from baton.link.words import NodeRole
 from baton.telemetry.ledger import Ledger
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
-from node_runtime.collector import NodeCollector
+from node_runtime.reports.collector import NodeCollector
 from router.gate.admission import make_admission
 from router.intake.metrics import RouterMetrics
 from tests.fakes.router.nodes import make_pool

@@ -95,7 +95,7 @@ def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
         ("[decode]\npush = 'chunks'", "[decode] push: `baton decode` has no such option"),
         (
             "[rooter]",
-            "[rooter]: must be one of up, router, prefill, decode, sim-node, "
+            "[rooter]: must be one of up, router, prefill, decode, encode, sim-node, "
             "loadtest-run, loadtest-compare",
         ),
         ("block_size = '3'", "block_size: expected `int`, got `str`"),

@@ -20,7 +20,7 @@ from baton.link.words import AbortAll, PrefillCommand, node_request_id
 from engine.adapters import AdapterTable
 from engine.engine import Engine
 from engine.executors.base import Executor
-from node_runtime.adapter_queue import (
+from node_runtime.adapters.adapter_queue import (
     LOAD_TIMEOUT_S,
     NICENESS,
     PATIENCE_S,

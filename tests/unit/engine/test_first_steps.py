@@ -62,7 +62,7 @@ def deaths() -> list[Exception]:
 
 @pytest.fixture
 def node(loaded: LoadedEngine, deaths: list[Exception]) -> Iterator[NodeThreads]:
-    made = cast("Any", (NoNode(), NoEnd()))
+    made = cast("Any", (NoNode(), NoEnd(), None))
     node = NodeThreads(
         "d0", NodeRole.DECODE, loaded, lambda wake: made, lambda event: None, deaths.append
     )

@@ -245,7 +245,7 @@ def test_min_tokens_keeps_the_end_away_only_while_something_else_fits(
 def test_an_engine_is_woken_when_a_grammar_is_ready_and_says_what_waits(llm: LLM) -> None:
     woken = threading.Event()
     engine = llm.engine
-    engine.wake_with(woken.set)
+    engine.features.wake_with(woken.set)
     params = choosing("some text that nobody compiled before", max_tokens=60, temperature=0)
     request = request_of(params, None)
     engine.add_request(request)
@@ -260,7 +260,7 @@ def test_an_engine_is_woken_when_a_grammar_is_ready_and_says_what_waits(llm: LLM
         outputs.append(engine.step())
     text = TOKENIZER.decode([t for step in outputs for o in step.outputs for t in o.token_ids])
     assert text == "some text that nobody compiled before"
-    engine.wake_with(lambda: None)
+    engine.features.wake_with(lambda: None)
 
 
 def test_an_output_ends_with_its_grammar_whatever_is_said_of_ends(llm: LLM) -> None:

@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.sampling_params import SamplingParams
+from engine.core.images.image_plan import PixelArray
+from engine.core.images.prompt_images import encoding_of
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
+from engine.images.image_inputs import set_pixels
 from tests.fakes.engine.demo_engine import load_demo
 from tests.fakes.images.fake_images import (
     FakeEncoder,
@@ -88,7 +92,7 @@ def make_wanted(engine: Engine) -> None:
     while wanted:
         images = wanted.pop()
         images.pixels = {digest: pixels_of(data) for digest, data in images.files.items()}
-        engine._scheduler.set_pixels(images)
+        set_pixels(engine._scheduler, images)
 
 
 def expected(parts: Sequence[Sequence[int] | bytes]) -> list[int]:
@@ -123,6 +127,28 @@ def test_a_hit_may_end_within_an_image_or_behind_it(engine: Engine) -> None:
     assert metrics.encoder_seconds_total > 0
 
 
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_the_encoding_of_another_node_takes_the_place_of_pixels(budget: int) -> None:
+    """A received encoding costs no budget, and the other image is encoded here."""
+    engine = load_demo(max_num_encoder_input_tokens=budget, block_size=4)
+    encoder = encoder_of(engine)
+    request = request_of("a", PROMPT)
+    images = request.images
+    assert images is not None
+    assert images.pixels is not None
+    first, second = images.pixels
+    tokens = pixels_of(A).arrays[0]
+    numbers = torch.frombuffer(bytearray(tokens.data), dtype=torch.int64)
+    rows = encoder._embedding(numbers).detach()
+    array = PixelArray("", "float32", tuple(rows.shape), rows.float().numpy().tobytes())
+    images.pixels = {first: encoding_of(array), second: images.pixels[second]}
+    assert run(engine, request)["a"] == expected(PROMPT)
+    assert encoder.num_encoded == 1
+    metrics = engine.metrics()
+    assert (metrics.images_encoded_total, metrics.encodings_received_total) == (1, 1)
+    engine.close()
+
+
 def test_other_images_hit_nothing(engine: Engine) -> None:
     encoder_of(engine)
     run(engine, request_of("a", PROMPT))
@@ -148,7 +174,7 @@ def test_encodings_leave_for_others_and_are_made_again() -> None:
     outputs = run(engine, *(request_of(str(i), prompt) for i, prompt in enumerate(prompts)))
     assert list(outputs.values()) == [expected(prompt) for prompt in prompts]
     assert encoder.num_encoded >= 4
-    assert len(worker_of(engine.executor).runner.encodings) == 1
+    assert len(worker_of(engine.executor).runner.extras.encodings) == 1
     engine.close()
 
 
@@ -190,7 +216,7 @@ def test_an_encoding_without_numbers_ends_its_requests_alone(engine: Engine) -> 
     assert set(failures) == {"a", "c"}
     assert str(failures["a"]) == "images[0]: its encoding has NaN or infinite numbers"
     assert outputs["b"] == expected(PROMPT)
-    assert len(worker_of(engine.executor).runner.encodings) == 2
+    assert len(worker_of(engine.executor).runner.extras.encodings) == 2
 
 
 def test_an_encoder_that_raises_ends_its_request_alone(engine: Engine) -> None:
@@ -207,7 +233,7 @@ def test_other_weights_encode_images_again(engine: Engine) -> None:
     encoder = encoder_of(engine)
     run(engine, request_of("a", PROMPT))
     engine.rename_cache({**engine.compatibility, "weights": "new"})
-    worker_of(engine.executor).runner.encodings._kept.clear()  # a new runner has none
+    worker_of(engine.executor).runner.extras.encodings._kept.clear()  # a new runner has none
     assert run(engine, request_of("b", PROMPT))["b"] == expected(PROMPT)
     assert encoder.num_encoded == 4
 
@@ -215,7 +241,7 @@ def test_other_weights_encode_images_again(engine: Engine) -> None:
 def test_a_missing_encoding_ends_its_request(engine: Engine) -> None:
     encoder_of(engine)
     run(engine, request_of("a", [A, range(5)]))
-    worker_of(engine.executor).runner.encodings._kept.clear()
+    worker_of(engine.executor).runner.extras.encodings._kept.clear()
     assert run(engine, request_of("b", [range(5), A]))["b"] == []
     ((_, error),) = engine.take_failures()
     assert str(error) == "images[0]: its encoding is missing"
@@ -228,7 +254,9 @@ def test_a_request_without_files_is_handed_back_if_its_cached_images_leave(engin
     request = request_of("b", PROMPT)
     assert request.images is not None
     request.images.files, request.images.pixels = {}, None
-    assert request.images.may_compute_from(engine.num_usable_cached_tokens(request))
+    assert request.images.may_compute_from(
+        engine.kv_cache_manager.num_usable_cached_tokens(request)
+    )
     num_free = engine.block_pool.num_free
     engine.add_request(request)
     engine.block_pool.reset_prefix_cache()

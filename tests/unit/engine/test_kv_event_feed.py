@@ -7,7 +7,7 @@ import pytest
 from baton.kv.block_hash import BlockHash, shorten
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
-from node_runtime.kv_event_feed import FLUSH_INTERVAL_S, MAX_HASHES_PER_MESSAGE, KVEventFeed
+from node_runtime.reports.kv_event_feed import FLUSH_INTERVAL_S, MAX_HASHES_PER_MESSAGE, KVEventFeed
 from tests.fakes.time.virtual_clock import VirtualClock
 
 A, B, C = (bytes([letter]) * 16 for letter in b"abc")

@@ -23,7 +23,7 @@ from baton.serving.metrics_page import MetricsPage
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
-from node_runtime.collector import NodeCollector
+from node_runtime.reports.collector import NodeCollector
 
 pytestmark = pytest.mark.medium
 

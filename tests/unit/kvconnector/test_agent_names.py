@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from baton.api.errors import TransferError
+from baton.testing.transports import BLOCK_SHAPE
 from kvconnector.peer_info import RankMemory
 from kvconnector.transports.nixl.transport import NixlTransport
-from tests.fakes.handoff.kv_link import BLOCK_SHAPE, numbers
+from tests.fakes.handoff.kv_link import numbers
 from tests.fakes.handoff.kv_memories import memory_of
 
 pytestmark = pytest.mark.nixl

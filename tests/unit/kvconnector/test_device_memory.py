@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from kvconnector.base import BlockPush, KVReservation
+from kvconnector.base import DEVICE_PORTIONS, HOST_PORTIONS, BlockPush, KVReservation
 from kvconnector.block_digests import BlockDigests
 from kvconnector.blocks import Slices
 from kvconnector.ends import Receiver, Sender
@@ -22,7 +22,7 @@ from kvconnector.protocol.digests import Written
 from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channels
-from kvconnector.protocol.transfer import DEVICE_PORTIONS, HOST_PORTIONS, Piece
+from kvconnector.protocol.transfer import Piece
 from kvconnector.transports.in_memory import InMemoryTransport
 from kvconnector.transports.nixl.transport import NixlTransport, _Peer
 from kvconnector.transports.paths import (

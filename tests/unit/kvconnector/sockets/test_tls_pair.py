@@ -10,16 +10,10 @@ import msgspec
 import pytest
 import torch
 
+from baton.testing.transports import BLOCK_SHAPE, UNTOUCHED
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.sockets.transport import TlsTransport
-from tests.fakes.handoff.kv_link import (
-    BLOCK_SHAPE,
-    NUM_D_BLOCKS,
-    NUM_P_BLOCKS,
-    UNTOUCHED,
-    Kind,
-    Link,
-)
+from tests.fakes.handoff.kv_link import NUM_D_BLOCKS, NUM_P_BLOCKS, Kind, Link
 from tests.fakes.handoff.kv_link import numbers as link_numbers
 from tests.fakes.handoff.kv_memories import memory_of
 from tests.fakes.handoff.tls_ends import where_of, with_where

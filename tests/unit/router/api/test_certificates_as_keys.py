@@ -19,9 +19,9 @@ from baton.serving.rpc import RpcServer, bearer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2, node_pb2_grpc
 from router.api.admin.service import AdminService
 from router.api.grpc.link_service import NodeLinkService
-from router.intake.intake import Intake
 from tests.fakes.network.certificates import Authority
 from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import make_registration
 from tests.fakes.router.router_scene import Scene, asynchronous
@@ -85,7 +85,7 @@ def test_over_grpc_a_certificate_is_a_role_and_a_nodes_binds_its_name(
     async def run() -> None:
         scene = Scene()
         access = Access(node_token="t", by_certificate=True)
-        intake = Intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
+        intake = make_intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
         admin = AdminService(one_base(scene.dispatcher, intake), policy="least_tokens")
 
         def register(one: grpc.aio.Server) -> None:

@@ -38,8 +38,8 @@ from router.api.admin.service import AdminService
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.link_service import NodeLinkService
 from router.api.http_server import NOT_SERVED, POOLED
-from router.intake.intake import Intake
 from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import make_registration
 from tests.fakes.router.router_scene import Scene, asynchronous
@@ -66,7 +66,7 @@ def keys_file(tmp_path: Path) -> Path:
 async def served(access: Access) -> AsyncIterator[tuple[Scene, grpc.aio.Channel]]:
     """All services of a router on one port of this machine."""
     scene = Scene()
-    intake = Intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
+    intake = make_intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
     names = one_base(scene.dispatcher, intake)
     admin = AdminService(names, policy="least_tokens")
 

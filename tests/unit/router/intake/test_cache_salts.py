@@ -10,8 +10,8 @@ from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import ConfigError
 from router.calls.call import Terms
 from router.intake.cache_salts import CacheSalts, read_secret
-from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.nodes import make_pool
 from tests.fakes.router.router_scene import PARAMS, RecordingDispatcher, asynchronous
 
@@ -65,7 +65,7 @@ def test_a_secret_comes_from_a_file_and_one_that_can_be_guessed_is_refused(
 async def test_a_call_carries_the_salt_of_its_tenant_and_shows_it_to_nobody() -> None:
     dispatcher = RecordingDispatcher(make_pool(), LeastTokens())
     salts = CacheSalts(SECRET)
-    intake = Intake(dispatcher, None, vocab_size=10, default_timeout_s=60.0, cache_salts=salts)
+    intake = make_intake(dispatcher, None, vocab_size=10, default_timeout_s=60.0, cache_salts=salts)
     terms = Terms(received_at=0.0, principal=member("a"))
     call = await intake.accept([1, 2, 3], PARAMS, terms)
     assert call.cache_salt == salts.of(member("a"))

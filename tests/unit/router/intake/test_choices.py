@@ -18,9 +18,9 @@ from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import HashKind
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
-from router.intake.intake import Intake
 from router.intake.prompt_reader import Prompt
 from router.policies.least_tokens import LeastTokens
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.nodes import make_pool
 from tests.fakes.router.router_scene import asynchronous
 
@@ -32,7 +32,7 @@ def accept(params: SamplingParams, request_id: str = "a", *more_prompts: Prompt)
 async def accept_async(
     params: SamplingParams, request_id: str, *more_prompts: Prompt
 ) -> list[Call]:
-    intake = Intake(
+    intake = make_intake(
         Dispatcher(make_pool(), LeastTokens()), None, vocab_size=100, default_timeout_s=60.0
     )
     terms = Terms(received_at=0.0, session_id="s", priority=3, principal=Principal(name="alice"))

@@ -18,6 +18,7 @@ from router.intake.intake import Intake
 from router.intake.texts import ChatPrompt
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.intakes import make_intake as intake_with
 from tests.fakes.router.nodes import make_pool
 from tests.fakes.router.router_scene import asynchronous
 
@@ -33,7 +34,7 @@ TERMS = Terms(
 
 def make_intake() -> Intake:
     dispatcher = Dispatcher(make_pool(), LeastTokens())
-    return Intake(dispatcher, None, vocab_size=10, default_timeout_s=60.0)
+    return intake_with(dispatcher, None, vocab_size=10, default_timeout_s=60.0)
 
 
 async def accept(*, request_id: str = "", **changes: Any) -> Call:
@@ -81,7 +82,7 @@ def test_what_is_out_of_its_limit_is_named(field: str, value: Any, problem: str)
 def test_a_grammar_that_cannot_be_had_is_refused_here_and_named(kind: str, text: str) -> None:
     """The first one ended the nodes, the second held up router and nodes for a minute each."""
     dispatcher = Dispatcher(make_pool(), LeastTokens())
-    intake = Intake(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
+    intake = intake_with(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
 
     async def ask(kind: str, text: str) -> None:
         structured_output = StructuredOutput(**{kind: text})  # type: ignore[arg-type]  # by name
@@ -105,7 +106,7 @@ def test_the_first_chat_and_the_first_schema_start_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dispatcher = Dispatcher(make_pool(), LeastTokens())
-    intake = Intake(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
+    intake = intake_with(dispatcher, TOKENIZER, vocab_size=4096, default_timeout_s=60.0)
     schema = StructuredOutput(json_schema='{"type":"object"}')
     chat = ChatPrompt([{"role": "user", "content": "hello"}])
 

@@ -17,10 +17,10 @@ from baton.v1 import inference_pb2
 from router.api.grpc import pooled
 from router.calls.call import Call, Terms
 from router.calls.dispatcher import Dispatcher
-from router.intake.intake import Intake
 from router.intake.pooled import PooledRequests, _Numbers
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.nodes import make_pool
 from tests.fakes.router.router_scene import asynchronous
 
@@ -44,7 +44,7 @@ def make_requests(
     setup = PoolingSetup(
         task=task, generates=False, labels=("one",) * num_labels, answer_ids=(1, 2), hidden_size=8
     )
-    intake = Intake(
+    intake = make_intake(
         Dispatcher(make_pool(), LeastTokens()),
         TOKENIZER,
         vocab_size=4096,

@@ -22,8 +22,8 @@ from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2
 from router.api.admin.service import AdminService
 from router.api.admin.views import describe_nodes
-from router.intake.intake import Intake
 from router.policies.cost import Cost
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import HandNode, make_registration, token_1
 from tests.fakes.router.router_scene import Scene, asynchronous
@@ -37,7 +37,7 @@ async def served(
     scene: Scene, *, token: str = "", is_public: bool = False, given: str = ""
 ) -> AsyncIterator[Call]:
     """A router's admin service; calls of it by name and fields of the request."""
-    intake = Intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
+    intake = make_intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
     service = AdminService(one_base(scene.dispatcher, intake), policy="least_tokens")
     server = RpcServer(
         [SERVICE],

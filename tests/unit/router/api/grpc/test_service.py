@@ -24,9 +24,9 @@ from baton.v1 import inference_pb2, types_pb2
 from baton.wire import types as wire_types
 from router.api.grpc.inference_service import InferenceService
 from router.calls.dispatcher import Dispatcher
-from router.intake.intake import Intake
 from router.policies.least_tokens import LeastTokens
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT, join_pair, make_pool
 
@@ -55,7 +55,7 @@ class Scene:
         pool = make_pool()
         self.prefill, self.decode = join_pair(pool)
         self.dispatcher = Dispatcher(pool, LeastTokens())
-        intake = Intake(self.dispatcher, tokenizer, vocab_size=4096, default_timeout_s=60.0)
+        intake = make_intake(self.dispatcher, tokenizer, vocab_size=4096, default_timeout_s=60.0)
         self.service = InferenceService(one_base(self.dispatcher, intake))
         self.request = inference_pb2.GenerateRequest(
             request_id="a",

@@ -13,7 +13,7 @@ from baton.api.outputs import FinishReason, RequestDelta, TokenLogprobs
 from baton.link.words import PrefillCommand
 from router.api.http import completions, exchange
 from router.api.http.logprobs import TokenTexts
-from router.intake import long_answers
+from router.intake.answers import long_answers
 from router.intake.prompt_reader import PromptReader
 from tests.fakes.router.http_scene import TOKENIZER, HttpScene, events_of, on_http
 from tests.fakes.router.nodes import DECODE_RECEIPT, PREFILL_RECEIPT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from baton.api.outputs import FinishReason
 from baton.link.words import DecodeCommand, PrefillCommand
 from baton.media.expand import image_digest
 from router.intake.images.image_options import ImageOptions
+from router.intake.images.image_reader import ImageFile
+from router.intake.prompt_reader import IllustratedPrompt
 from tests.fakes.checkpoints.image_tokenizer import MARKER, image_tokenizer, rows_layout
 from tests.fakes.outside.hostile_images import picture
 from tests.fakes.router.http_scene import HttpScene, events_of, on_http, until
@@ -83,6 +86,26 @@ async def test_a_stream_with_an_image_is_like_any_other(scene: HttpScene) -> Non
     *chunks, done = events_of(await (await reply).text())
     assert done == "[DONE]"
     assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks) == "a b"
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_text_around_an_image_is_tokenized_with_its_neighbours(scene: HttpScene) -> None:
+    reader = scene.intake.reader
+    assert reader.images is not None
+    reader.images.layout = replace(LAYOUT, around="\n\n")
+    line, more = ({"type": "text", "text": text} for text in ("see\n", "\nmore"))
+    scene.post(CHAT, messages=user(line, part(FIRST), more))
+    command = await scene.command()
+    tokenizer, messages = image_tokenizer(), user(line, {"type": "image"}, more)
+    rendered = tokenizer.render_chat(messages).replace(MARKER, f"\n\n{MARKER}\n\n")
+    wanted = tokenizer.encode(rendered, add_special_tokens=False)
+    place = wanted.index(PLACE)
+    wanted[place : place + 1] = FIRST_TOKENS
+    assert command.prompt_token_ids == wanted
+    text = IllustratedPrompt(f"see\n{MARKER}\nmore", [ImageFile(FIRST, "images[0]")])
+    found = await reader.tokenize(text, add_special_tokens=False)
+    begin = wanted.index(found[0])
+    assert found == wanted[begin : begin + len(found)]
 
 
 def test_all_apis_send_the_same_prompt() -> None:

@@ -22,11 +22,11 @@ from router.api.http.errors import error_response
 from router.api.http_server import SERVED, HttpServer
 from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
-from router.intake import long_answers
-from router.intake.intake import Intake
+from router.intake.answers import long_answers
 from router.intake.metrics import RouterMetrics
 from router.names.metrics_page import MetricsPage
 from tests.fakes.router.http_scene import MODEL, TOKENIZER, HttpScene, events_of, on_http, until
+from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 
 pytestmark = pytest.mark.medium
@@ -376,7 +376,7 @@ async def test_a_request_whose_time_is_up_is_told_so(scene: HttpScene) -> None:
 def test_an_address_that_is_taken_or_none_is_one_line() -> None:
     async def run() -> None:
         scene = HttpScene()
-        intake = Intake(scene.dispatcher, None, vocab_size=10, default_timeout_s=1.0)
+        intake = make_intake(scene.dispatcher, None, vocab_size=10, default_timeout_s=1.0)
         names, page = one_base(scene.dispatcher, intake), MetricsPage({"m": RouterMetrics()})
         async with scene.running():
             for listen in (scene.url.removeprefix("http://"), "here"):

@@ -31,9 +31,8 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
         for request in engine.requests.values()
         if request.request_id not in granted
     ]
-    if engine.step_in_flight and engine.last_scheduled is not None:
-        scheduled = (item.request for item in engine.last_scheduled.scheduled)
-        own += [_hold(r, BlockOwner.STEP) for r in scheduled if r.status.is_finished]
+    computed = {item.request for step in engine.steps_in_flight for item in step.scheduled}
+    own += [_hold(r, BlockOwner.STEP) for r in computed if r.status.is_finished]
     # A null block occurs in many block tables, but is counted only once.
     null_blocks = tuple(range(engine.kv_memory.spec.num_null_blocks))
     holdings = [BlockHolding(owner=BlockOwner.NULL_BLOCK, block_ids=null_blocks)]

@@ -1,26 +1,37 @@
-"""Quarantine: blocks of ended requests, held while their prefill node may still write them.
+"""Quarantine: blocks of ended transfers, held while their sender may still write them.
 
-    held -> the prefill node sends Quiet -------------------------------------------> free
-      `---> the prefill node's process has ended, and all its messages are read ----> free
+    held -> the sender sends Quiet -------------------------------------------> free
+      `---> the sender's process has ended, and all its messages are read ----> free
 
-A prefill node that the router has lost may be alive, so it stays connected while blocks are held
-for it. Refuses to know: requests, except for their keys.
+A sender that the router has lost may be alive, so it stays connected while blocks are held for it.
+Decode nodes hold KV blocks, and prefill nodes hold units of encodings. Refuses to know: requests,
+except for their keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.telemetry.ledger import BlockHolding, BlockOwner
-from decode_node.grant_queue import Key
-from engine.engine import Engine
+from kvconnector.base import TransferKey
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess
 
 # A Cancel or its Quiet may be lost, so Cancel is repeated while blocks are held.
 RECANCEL_S = 1.0
+
+
+class HeldBlocks(Protocol):
+    """Blocks with counted references."""
+
+    def hold(self, block_ids: Iterable[int], /) -> None:
+        """Add a reference to each block."""
+
+    def release(self, block_ids: Iterable[int], /) -> None:
+        """Drop a reference to each block."""
 
 
 @dataclass(slots=True)
@@ -32,19 +43,19 @@ class _Held:
 
 
 class Quarantine:
-    """The blocks of ended requests that peers may still write, on one decode node.
+    """The blocks of ended transfers that peers may still write, on one node.
 
     Args:
-        engine: owner of the blocks.
+        blocks: the node's blocks.
         receiver: watches, drains and disconnects peers.
         clock: returns seconds, never going back.
     """
 
-    def __init__(self, engine: Engine, receiver: Receiver, clock: Callable[[], float]) -> None:
-        self._engine = engine
+    def __init__(self, blocks: HeldBlocks, receiver: Receiver, clock: Callable[[], float]) -> None:
+        self._blocks = blocks
         self._receiver = receiver
         self._clock = clock
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[TransferKey, _Held] = {}
         self._processes: dict[str, PeerProcess] = {}  # known peers by engine id
         self._gone: set[str] = set()
         self._draining: set[str] = set()
@@ -91,17 +102,17 @@ class Quarantine:
     # ------------------------------------------------------------------ blocks
 
     def hold_blocks(
-        self, key: Key, engine_id: str, block_ids: tuple[int, ...], parked_at: float
+        self, key: TransferKey, engine_id: str, block_ids: tuple[int, ...], parked_at: float
     ) -> None:
         """Hold the blocks of an ended request whose prefill node was asked to stop writing.
 
         Args:
             parked_at: when the request arrived.
         """
-        self._engine.block_pool.hold(block_ids)
+        self._blocks.hold(block_ids)
         self._held[key] = _Held(engine_id, block_ids, parked_at, self._clock())
 
-    def free(self, key: Key, engine_id: str) -> None:
+    def free(self, key: TransferKey, engine_id: str) -> None:
         """Free a request's blocks, because its peer writes no more.
 
         Do nothing if no blocks are held.
@@ -109,7 +120,7 @@ class Quarantine:
         held = self._held.get(key)
         if held is not None and held.engine_id == engine_id:
             del self._held[key]
-            self._engine.block_pool.release(reversed(held.block_ids))
+            self._blocks.release(reversed(held.block_ids))
 
     def tick(self) -> None:
         """Drain dead peers, forget lost peers without held blocks, repeat Cancel to other peers."""

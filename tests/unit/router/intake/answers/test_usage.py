@@ -11,8 +11,8 @@ from baton.api.outputs import PrefillReceipt, Receipt
 from router.calls.call import Call, Terms
 from router.fleet.prefix.placement_memory import PlacementMemory
 from router.gate.ticket import Ticket
+from router.intake.answers.usage import OwnPrompts, told
 from router.intake.cache_salts import CacheSalts
-from router.intake.usage import OwnPrompts, told
 from tests.fakes.router.nodes import DECODE_RECEIPT, make_receipt
 from tests.fakes.router.router_scene import Scene
 from tests.fakes.time.virtual_clock import VirtualClock

@@ -34,10 +34,8 @@ _Labels = Mapping[str, str]
 _NONE: _Labels = {}
 
 
-class MetricsSource(Protocol):
-    """Where a scrape gets its numbers from; all methods are thread-safe."""
-
-    def engine_metrics(self) -> EngineMetrics: ...
+class TransferSource(Protocol):
+    """Where the scrape of any node gets its numbers from; all methods are thread-safe."""
 
     def handoff_metrics(self) -> HandoffMetrics: ...
 
@@ -46,7 +44,155 @@ class MetricsSource(Protocol):
     def ledger(self) -> Future[Ledger]: ...
 
 
-class NodeCollector(Collector):
+class MetricsSource(TransferSource, Protocol):
+    """Source of the numbers of a node with an engine."""
+
+    def engine_metrics(self) -> EngineMetrics: ...
+
+
+class TransferCollector(Collector):
+    """The metric families of transfers, peers and blocks, which all nodes have.
+
+    Args:
+        role: the node's role, a label of each sample.
+        node: the node's name, a label of each sample.
+        source: source of the numbers.
+        ledger_timeout_s: most seconds that a scrape waits for the ledger.
+    """
+
+    def __init__(
+        self,
+        role: NodeRole,
+        node: str,
+        source: TransferSource,
+        ledger_timeout_s: float = LEDGER_TIMEOUT_S,
+    ) -> None:
+        self._common = {"role": role.name.lower(), "node": node}
+        self._transfers = source
+        self._ledger_timeout_s = ledger_timeout_s
+
+    def describe(self) -> list[Metric]:
+        return []  # registering the collector must not read the node
+
+    def _take_ledger(self) -> Ledger | None:
+        call = self._transfers.ledger()
+        try:
+            return call.result(self._ledger_timeout_s)
+        except TimeoutError:
+            call.cancel()
+            return None
+
+    def _of_handoffs(self, handoffs: HandoffMetrics) -> Iterator[Metric]:
+        yield self._family(
+            GaugeMetricFamily, "transfers", "Open transfers.", _by("state", handoffs.open)
+        )
+        ended = {outcome.value: handoffs.ended[outcome] for outcome in TransferOutcome}
+        yield self._family(
+            CounterMetricFamily, "transfers_ended", "Ended transfers.", _by("outcome", ended)
+        )
+        yield self._gauge(
+            "blocks_quarantined",
+            "Blocks of ended requests that are still on the wire.",
+            handoffs.num_quarantined_blocks,
+        )
+        yield self._counter(
+            "kv_received_bytes", "KV of committed transfers.", handoffs.received_bytes
+        )
+        yield self._gauge(
+            "encodings_open", "Encodings on their way from encode nodes.", handoffs.encodings_open
+        )
+        yield self._counter(
+            "encodings_lost",
+            "Images encoded here because no encode node's encoding came.",
+            handoffs.encodings_lost,
+        )
+
+    def _of_connector(self, connector: ConnectorMetrics) -> Iterator[Metric]:
+        pairs = [
+            ({"state": state, "transport": path}, number)
+            for (state, path), number in sorted(connector.pairs.items())
+        ]
+        yield self._family(GaugeMetricFamily, "pairs", "Peers of this node.", pairs)
+        yield self._gauge(
+            "kv_connections",
+            "Peers with an open connection, kept peers included.",
+            connector.connections,
+        )
+        counter = self._counter
+        yield counter("peer_failures", "Peers found silent.", connector.peer_failures)
+        yield counter("kv_sent_bytes", "KV posted to peers.", connector.sent_bytes)
+        yield counter("kv_sent_blocks", "Blocks posted to peers.", connector.sent_blocks)
+        yield counter("kv_descriptors", "Ranges these were posted as.", connector.descriptors)
+        yield counter("kv_posting_seconds", "Time in posting.", connector.posting_s)
+        yield counter("kv_wrong_blocks", "Blocks that arrived wrong.", connector.wrong_blocks)
+        refused = _by("reason", connector.refused_messages)
+        yield self._family(
+            CounterMetricFamily, "kv_refused_messages", "Messages that were refused.", refused
+        )
+
+    def _of_ledger(self, ledger: Ledger | None) -> Iterator[Metric]:
+        yield self._gauge(
+            "ledger_available",
+            "Whether the node took its ledger in time; if not, it is stuck in a step.",
+            ledger is not None,
+        )
+        if ledger is None:
+            return
+        held: Counter[BlockOwner] = Counter()
+        for holding in ledger.holdings:
+            held[holding.owner] += len(holding.block_ids)
+        samples = _by("owner", {owner.value: held[owner] for owner in BlockOwner})
+        gauge = self._gauge
+        yield self._family(
+            GaugeMetricFamily, "blocks_held", "References by kind of owner.", samples
+        )
+        yield gauge("block_references", "References that the pool counts.", ledger.num_references)
+        yield gauge("block_references_owned", "References that have an owner.", held.total())
+        yield gauge("blocks_orphaned", "More references than owners: leaked.", len(ledger.orphans))
+        yield gauge("blocks_overdrawn", "More owners than references.", len(ledger.overdrawn))
+
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+    ) -> Metric:
+        """Return a histogram.
+
+        Args:
+            bounds: upper limits of all buckets except the last.
+            counts: number of values in each bucket.
+            total: sum of all values.
+        """
+        family = HistogramMetricFamily(f"baton_{name}", text, labels=[*self._common])
+        so_far = itertools.accumulate(counts)
+        buckets = list(zip([*map(str, bounds), "+Inf"], so_far, strict=True))
+        family.add_metric([*self._common.values()], buckets, total)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._family(GaugeMetricFamily, name, text, [(_NONE, value)])
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._family(CounterMetricFamily, name, text, [(_NONE, value)])
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        samples: Sequence[tuple[_Labels, float]],
+    ) -> Metric:
+        own = list(samples[0][0]) if samples else []
+        family = kind(f"baton_{name}", text, labels=[*self._common, *own])
+        for labels, value in samples:
+            family.add_metric([*self._common.values(), *labels.values()], value)
+        return family
+
+    def _of_transfers(self) -> Iterator[Metric]:
+        yield from self._of_handoffs(self._transfers.handoff_metrics())
+        yield from self._of_connector(self._transfers.connector_metrics())
+        yield from self._of_ledger(self._take_ledger())
+
+
+class NodeCollector(TransferCollector):
     """One node's metric families; docs/metrics.md lists them.
 
     Args:
@@ -66,31 +212,17 @@ class NodeCollector(Collector):
         *,
         vllm_model: str = "",
     ) -> None:
-        self._common = {"role": role.name.lower(), "node": node}
+        super().__init__(role, node, source, ledger_timeout_s)
         self._source = source
         self._vllm_names: VllmNames | None = None
         if vllm_model:
             self._vllm_names = VllmNames(self._of_other_engines, vllm_model)
-        self._ledger_timeout_s = ledger_timeout_s
-
-    def describe(self) -> list[Metric]:
-        return []  # registering the collector must not read the node
 
     def collect(self) -> Iterator[Metric]:
         if self._vllm_names is not None:
             yield from self._vllm_names.collect()
         yield from self._of_engine(self._source.engine_metrics())
-        yield from self._of_handoffs(self._source.handoff_metrics())
-        yield from self._of_connector(self._source.connector_metrics())
-        yield from self._of_ledger(self._take_ledger())
-
-    def _take_ledger(self) -> Ledger | None:
-        call = self._source.ledger()
-        try:
-            return call.result(self._ledger_timeout_s)
-        except TimeoutError:
-            call.cancel()
-            return None
+        yield from self._of_transfers()
 
     # ------------------------------------------------------------------ families
 
@@ -206,72 +338,16 @@ class NodeCollector(Collector):
         counter = self._counter
         yield counter("images_encoded", "Images that steps encoded.", engine.images_encoded_total)
         yield counter(
+            "encodings_received",
+            "Images that encode nodes encoded.",
+            engine.encodings_received_total,
+        )
+        yield counter(
             "encoder_cache_hits",
             "Images of prompts whose encoding was found.",
             engine.encoder_cache_hits_total,
         )
         yield counter("encoder_seconds", "Time in the encoder.", engine.encoder_seconds_total)
-
-    def _of_handoffs(self, handoffs: HandoffMetrics) -> Iterator[Metric]:
-        yield self._family(
-            GaugeMetricFamily, "transfers", "Open transfers.", _by("state", handoffs.open)
-        )
-        ended = {outcome.value: handoffs.ended[outcome] for outcome in TransferOutcome}
-        yield self._family(
-            CounterMetricFamily, "transfers_ended", "Ended transfers.", _by("outcome", ended)
-        )
-        yield self._gauge(
-            "blocks_quarantined",
-            "Blocks of ended requests that are still on the wire.",
-            handoffs.num_quarantined_blocks,
-        )
-        yield self._counter(
-            "kv_received_bytes", "KV of committed transfers.", handoffs.received_bytes
-        )
-
-    def _of_connector(self, connector: ConnectorMetrics) -> Iterator[Metric]:
-        pairs = [
-            ({"state": state, "transport": path}, number)
-            for (state, path), number in sorted(connector.pairs.items())
-        ]
-        yield self._family(GaugeMetricFamily, "pairs", "Peers of this node.", pairs)
-        yield self._gauge(
-            "kv_connections",
-            "Peers with an open connection, kept peers included.",
-            connector.connections,
-        )
-        counter = self._counter
-        yield counter("peer_failures", "Peers found silent.", connector.peer_failures)
-        yield counter("kv_sent_bytes", "KV posted to peers.", connector.sent_bytes)
-        yield counter("kv_sent_blocks", "Blocks posted to peers.", connector.sent_blocks)
-        yield counter("kv_descriptors", "Ranges these were posted as.", connector.descriptors)
-        yield counter("kv_posting_seconds", "Time in posting.", connector.posting_s)
-        yield counter("kv_wrong_blocks", "Blocks that arrived wrong.", connector.wrong_blocks)
-        refused = _by("reason", connector.refused_messages)
-        yield self._family(
-            CounterMetricFamily, "kv_refused_messages", "Messages that were refused.", refused
-        )
-
-    def _of_ledger(self, ledger: Ledger | None) -> Iterator[Metric]:
-        yield self._gauge(
-            "ledger_available",
-            "Whether the node took its ledger in time; if not, it is stuck in a step.",
-            ledger is not None,
-        )
-        if ledger is None:
-            return
-        held: Counter[BlockOwner] = Counter()
-        for holding in ledger.holdings:
-            held[holding.owner] += len(holding.block_ids)
-        samples = _by("owner", {owner.value: held[owner] for owner in BlockOwner})
-        gauge = self._gauge
-        yield self._family(
-            GaugeMetricFamily, "blocks_held", "References by kind of owner.", samples
-        )
-        yield gauge("block_references", "References that the pool counts.", ledger.num_references)
-        yield gauge("block_references_owned", "References that have an owner.", held.total())
-        yield gauge("blocks_orphaned", "More references than owners: leaked.", len(ledger.orphans))
-        yield gauge("blocks_overdrawn", "More owners than references.", len(ledger.overdrawn))
 
     # ------------------------------------------------------------------ inside
 
@@ -283,22 +359,6 @@ class NodeCollector(Collector):
             engine.steps_by_tokens,
             engine.step_tokens_total,
         )
-
-    def _histogram(
-        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
-    ) -> Metric:
-        """Return a histogram.
-
-        Args:
-            bounds: upper limits of all buckets except the last.
-            counts: number of values in each bucket.
-            total: sum of all values.
-        """
-        family = HistogramMetricFamily(f"baton_{name}", text, labels=[*self._common])
-        so_far = itertools.accumulate(counts)
-        buckets = list(zip([*map(str, bounds), "+Inf"], so_far, strict=True))
-        family.add_metric([*self._common.values()], buckets, total)
-        return family
 
     def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:
         """Return Baton's metrics under vLLM's names."""
@@ -319,25 +379,6 @@ class NodeCollector(Collector):
         ):
             yield name, counter("x", "As vLLM's.", value)
         yield "iteration_tokens_total", self._step_tokens(engine)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._family(GaugeMetricFamily, name, text, [(_NONE, value)])
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._family(CounterMetricFamily, name, text, [(_NONE, value)])
-
-    def _family(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        samples: Sequence[tuple[_Labels, float]],
-    ) -> Metric:
-        own = list(samples[0][0]) if samples else []
-        family = kind(f"baton_{name}", text, labels=[*self._common, *own])
-        for labels, value in samples:
-            family.add_metric([*self._common.values(), *labels.values()], value)
-        return family
 
 
 def _by(label: str, numbers: Mapping[str, float]) -> list[tuple[_Labels, float]]:

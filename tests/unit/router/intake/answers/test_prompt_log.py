@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.api.outputs import FinishReason, TextDelta
-from router.intake.prompt_log import MAX_CHARS, PromptLog
+from router.intake.answers.prompt_log import MAX_CHARS, PromptLog
 from tests.fakes.router.router_scene import Scene
 
 FIRST = TextDelta("a", 0, (7,), "one ")

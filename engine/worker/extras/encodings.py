@@ -14,7 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.images.image_plan import EncodeImage, PixelArray, PlacedImage, StepImages
+from engine.core.images.image_plan import (
+    ENCODING,
+    EncodeImage,
+    PixelArray,
+    PlacedImage,
+    StepImages,
+)
 from models.base import CausalLM, ImageRows
 
 logger = logging.getLogger(__name__)
@@ -39,6 +45,8 @@ class Encodings:
     """Encodes images, and keeps and drops encodings, as steps' plans say.
 
     Used by one thread at a time.
+
+    An encoding that another node has made is checked and kept like the others.
 
     Args:
         model: the model, with its encoder of images.
@@ -80,7 +88,9 @@ class Encodings:
             return "this model has no encoder of images"
         try:
             pixels = {array.name: self._to_tensor(array) for array in image.pixels}
-            embeddings = encoder.encode(pixels)  # [num_embeddings, width]
+            embeddings = pixels.get(ENCODING)  # [num_embeddings, width]
+            if embeddings is None:
+                embeddings = encoder.encode(pixels)
         except (RuntimeError, ValueError, IndexError) as error:
             # One client's image must not end the engine, which also serves other clients.
             logger.exception("an image cannot be encoded")
@@ -99,6 +109,9 @@ class Encodings:
 
     def _to_tensor(self, array: PixelArray) -> Tensor:
         """Return an array's numbers on the device, in their own dtype."""
-        # torch needs a writable array
-        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)
-        return torch.from_numpy(numbers).reshape(array.shape).to(self._device)
+        data = bytearray(array.data)  # torch needs it writable
+        if array.name == ENCODING:  # NumPy has no bfloat16
+            numbers = torch.frombuffer(data, dtype=getattr(torch, array.dtype))
+        else:
+            numbers = torch.from_numpy(np.frombuffer(data, dtype=array.dtype))
+        return numbers.reshape(array.shape).to(self._device)

@@ -191,9 +191,13 @@ def _choose(
     admin: AdminConnection, names: Sequence[str], base_model: str
 ) -> list[admin_pb2.NodeDescription]:
     """Return the named nodes, or all of a base model; raises AdminError if there are none."""
+    from baton.v1 import types_pb2
+
     if names:
         return [admin.node(name) for name in names]
-    joined = [one for one in admin.nodes() if not one.lost]
+    # Encode nodes keep their weights; they are started again.
+    encode = types_pb2.NodeRole.NODE_ROLE_ENCODE
+    joined = [one for one in admin.nodes() if not one.lost and one.role != encode]
     if base_model:
         joined = [one for one in joined if one.model == base_model]
     if not joined:

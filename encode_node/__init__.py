@@ -1,0 +1,1 @@
+"""Program 4: encodes images and sends the encodings to prefill nodes."""

@@ -1,0 +1,217 @@
+"""EncodeThreads: an encode node and its thread, used from a program's asyncio thread."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from PIL import Image
+from prometheus_client.metrics_core import Metric
+
+from baton.api.images import ImageSpan, PromptImage
+from baton.kv.encodings import BLOCK_TOKENS
+from baton.link.words import (
+    AbortAll,
+    NodeBeat,
+    NodeRegistration,
+    NodeRole,
+    RequestView,
+    RouterCommand,
+    StepTime,
+)
+from baton.telemetry.ledger import Ledger
+from baton.telemetry.round_watch import Rounds
+from baton.version import __version__
+from encode_node.encoder import Encoder
+from encode_node.node import EncodeNode
+from engine.core.images.prompt_images import DIGEST_BYTES, PromptImages
+from engine.engine_loop import EngineLoop
+from engine.images.pixel_maker import PixelMaker
+from kvconnector.base import ConnectorMetrics, HandoffMetrics
+from kvconnector.ends import Sender
+from node_runtime.encodings.units import Units
+from node_runtime.reports.collector import TransferCollector
+from node_runtime.threads import ENGINE_THREAD, KV_THREAD
+
+logger = logging.getLogger(__name__)
+
+# Sides of the images whose encoding is measured at the start, in pixels.
+MEASURED_SIDES = (128, 448)
+MOST_TOKENS = 2**16  # of a measured image, whose number of tokens is not known before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEncoder:
+    """An encoder, and what the node tells routers about itself.
+
+    Attributes:
+        engine_id: unique id of this start of the process.
+        compatibility: entries that must be equal on the prefill nodes that get encodings.
+    """
+
+    encoder: Encoder
+    pixels: PixelMaker
+    units: Units
+    engine_id: str
+    compatibility: dict[str, str]
+
+
+class EncodeThreads:
+    """An encode node and its thread; see `node_runtime.node_program.NodeProgram` for the contract.
+
+    Args:
+        name: name of the node.
+        make_node: makes the node and its end of the KV connector, given a function that wakes the
+            node's thread.
+        on_death: called when the node cannot continue.
+        on_close: called when the threads have ended.
+    """
+
+    adapters = None
+    weights = None
+
+    def __init__(
+        self,
+        name: str,
+        loaded: LoadedEncoder,
+        make_node: Callable[[Callable[[], None]], tuple[EncodeNode, Sender]],
+        on_death: Callable[[Exception], None],
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name, self._loaded, self._on_close = name, loaded, on_close
+        self._encode_times: tuple[StepTime, ...] = ()
+        self._loop = EngineLoop(self._step, on_death, name=ENGINE_THREAD)
+        loaded.pixels.on_ready = self._loop.wake
+        self._node, self._sender = make_node(self._loop.wake)
+        self._loop.start()
+
+    def compute_first_steps(self) -> Future[None]:
+        def compute() -> None:
+            self._encode_times = measure_encode_times(self._loaded.encoder, self._loaded.pixels)
+
+        return self._loop.call(compute)
+
+    def registration(self, address: str) -> NodeRegistration:
+        num_units = self._loaded.units.num_units
+        return NodeRegistration(
+            node_name=self._name,
+            engine_id=self._loaded.engine_id,
+            role=NodeRole.ENCODE,
+            version=__version__,
+            address=address,
+            peer_info=self._sender.describe(),
+            compatibility=self._loaded.compatibility,
+            max_model_len=num_units * BLOCK_TOKENS,
+            num_blocks=num_units,
+            block_size=BLOCK_TOKENS,
+            encodes_images=True,
+            encode_times=self._encode_times,
+        )
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        self._node.submit(command)
+        self._loop.wake()
+
+    def beat(self) -> NodeBeat:
+        return self._node.beat()
+
+    def requests(self) -> list[RequestView]:
+        return self._node.requests()
+
+    def ledger(self) -> Future[Ledger]:
+        return self._loop.call(self._node.ledger)
+
+    def flush_prefix_cache(self) -> Future[int]:
+        """Forget all kept encodings; return their number."""
+        return self._loop.call(self._node.store.forget_all)
+
+    def rounds(self) -> dict[str, Rounds]:
+        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._sender.rounds}
+
+    def dump(self, error: Exception) -> None:
+        """Log how much work is open; an encode node has no state worth a file."""
+        logger.critical("%d images are open: %s", len(self.requests()), error)
+
+    def collector(self) -> EncodeCollector:
+        return EncodeCollector(self._name, self._node, self)
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return self._node.handoff_metrics()
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return self._sender.metrics()
+
+    def _step(self) -> bool:
+        return self._node.step()
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._sender.close()
+        self._loaded.pixels.close()
+        self._on_close()
+
+
+class EncodeCollector(TransferCollector):
+    """The metric families of an encode node; docs/metrics.md lists them."""
+
+    def __init__(self, name: str, node: EncodeNode, threads: EncodeThreads) -> None:
+        super().__init__(NodeRole.ENCODE, name, threads)
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        counts, beat, store = self._node.encode_counts(), self._node.beat(), self._node.store
+        gauge, counter = self._gauge, self._counter
+        yield counter("images_encoded", "Images that steps encoded.", counts.images_encoded)
+        yield counter(
+            "encoder_cache_hits",
+            "Images of prompts whose encoding was found.",
+            counts.hits,
+        )
+        yield counter("images_refused", "Images left to prefill nodes.", counts.refused)
+        yield counter("encoder_seconds", "Time in the encoder.", counts.encoder_s)
+        yield gauge("images_waiting", "Images that wait for their encoding.", beat.num_waiting)
+        yield gauge("encodings_kept", "Encodings kept for later prompts.", len(store))
+        yield gauge("blocks", "KV blocks.", store.units.num_units)
+        yield gauge("blocks_free", "KV blocks that nobody holds.", beat.num_free_blocks)
+        yield from self._of_transfers()
+
+
+def measure_encode_times(encoder: Encoder, pixels: PixelMaker) -> tuple[StepTime, ...]:
+    """Return the times to encode a small and a large image, by rising tokens.
+
+    Each is encoded twice, as the first time may touch new memory. A model that takes no such
+    images is not measured.
+    """
+    times: dict[int, float] = {}
+    for side in MEASURED_SIDES:
+        images = _gray_image(side)
+        pixels.submit(images)
+        while pixels.is_busy:
+            pixels.wait()
+            pixels.take_ready()
+        if images.pixels is None:
+            logger.info("an image of %d pixels' width is not taken, so not measured", side)
+            continue
+        (found,) = images.pixels.values()
+        encoder.encode(found)
+        began_at = time.monotonic()
+        num_tokens = len(encoder.encode(found))
+        times[num_tokens] = max(time.monotonic() - began_at, 1e-6)
+    shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in times.items())
+    logger.info("encoding of image tokens: %s", shown)
+    return tuple(StepTime(tokens, times[tokens]) for tokens in sorted(times))
+
+
+def _gray_image(side: int) -> PromptImages:
+    """Return a gray square as a prompt of its own."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (128, 128, 128)).save(file, "PNG")
+    digest = side.to_bytes(DIGEST_BYTES, "big")
+    image = PromptImage(ImageSpan(0, MOST_TOKENS, digest), file.getvalue())
+    images = PromptImages([image], [0] * MOST_TOKENS, 0, MOST_TOKENS)
+    images.add_user("measure")
+    return images

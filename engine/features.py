@@ -1,0 +1,161 @@
+"""Features: the parts of an engine that a plain request passes by: grammars, images and drafts.
+
+    a request comes     its thought is followed, its grammar is compiled, its images are decoded
+    before a step       what has become ready goes to the scheduler
+    after a step        failed images end their requests; drafts follow the sampled tokens
+
+Refuses to know: how requests are scheduled, tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.adapters import AdapterTable
+from engine.core.drafts import is_drafted_for
+from engine.core.images.prompt_images import PromptImages
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.executors.base import Executor
+from engine.images.image_inputs import ImageInputs
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.speculation.speculation import Speculation
+
+
+class Features:
+    """The features of one engine. Used on the engine's thread.
+
+    Args:
+        scheduler: the engine's scheduler.
+        grammars: compiles requests' grammars.
+        images: checks the images of prompts, and has them decoded; None: the model takes no images.
+        speculation: the scheduler's `DraftPolicy`; None: no drafts.
+
+    Attributes:
+        grammars, images, speculation: the arguments.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        images: ImageInputs | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.grammars, self.speculation = grammars, speculation
+        self.images = images or ImageInputs()
+        self._scheduler = scheduler
+
+    def make_adapters(self, executor: Executor, in_use: Callable[[], set[str]]) -> AdapterTable:
+        """Make the table of the LoRA adapters in memory.
+
+        Args:
+            in_use: returns the adapters of open requests and of the step in flight.
+        """
+        config = executor.config
+        return AdapterTable(executor, config.max_adapters, config.adapter_cache_bytes, in_use)
+
+    def prepare(self) -> None:
+        """Load and start all that grammars and images need; takes up to seconds.
+
+        Nodes call this before they join, because making the library's tokenizer holds the GIL.
+        Otherwise, the first request with a feature prepares.
+
+        Raises:
+            ConfigError: no thread or descriptor is left.
+            NodeUnavailableError: the processes that decode images cannot be started.
+        """
+        self._scheduler.grammars.masks.start()
+        self.grammars.prepare()
+        self.images.start()
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on any thread, when a grammar or an image's pixels are ready."""
+        self.grammars.on_ready = wake
+        self.images.wake_with(wake)
+
+    def close(self) -> None:
+        """End the processes of the features."""
+        self.images.close()
+
+    # ------------------------------------------------------------------ requests
+
+    def follow_thought(self, request: Request) -> None:
+        """Begin to track a request's thought, if any; call before the scheduler has the request."""
+        self.grammars.follow_thought(request)
+
+    def submit(self, request: Request) -> None:
+        """Have a scheduled request's grammar compiled and its images decoded, if it has any."""
+        images = request.images
+        if images is not None and request.awaits_pixels and not images.awaits_encodings:
+            self.images.submit(images)
+        self.submit_grammar(request)
+
+    def use_encodings(self, images: PromptImages) -> None:
+        """Let a prompt go on with the encodings that it has received; decode its other images."""
+        images.awaits_encodings = False
+        if images.users:
+            self.images.submit(images)
+
+    def submit_grammar(self, request: Request) -> None:
+        """Have a request's grammar compiled, if it has one."""
+        if request.awaits_grammar:
+            self.grammars.submit(request)
+
+    @property
+    def awaits_pixels(self) -> bool:
+        """Return whether some request waits until its images are decoded."""
+        return self.images.is_busy or bool(self._scheduler.images.wanted)
+
+    # ------------------------------------------------------------------ steps
+
+    def pass_on(self) -> None:
+        """Hand compiled grammars and decoded images to the scheduler; call before each step."""
+        for request, grammar in self.grammars.take_ready():
+            self._scheduler.set_grammar(request, grammar)
+        self.images.pass_on(self._scheduler)
+
+    def note_step(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, seconds: float
+    ) -> None:
+        """Note an ended step; call before the scheduler updates the step's requests.
+
+        Args:
+            seconds: time between the ends of the last two steps.
+        """
+        if self.speculation is not None:
+            self.speculation.note_step(scheduled, seconds, output.drafting_s)
+        self.images.note_step(output, self._scheduler)
+
+    def after_step(self, result: StepResult, output: ModelRunnerOutput) -> None:
+        """Keep drafts after the tokens that a step sampled."""
+        if self.speculation is not None:
+            drafted, requests = output.draft_token_ids, self._scheduler.requests
+            drafts = self.speculation.after_step(result, requests, drafted)
+            self._scheduler.drafts.keep(result.outputs, drafts)
+
+    def forget_encodings(self) -> None:
+        """Forget the encodings of images; call while no request is open."""
+        self._scheduler.images.forget_all()
+
+    # ------------------------------------------------------------------ drafts between nodes
+
+    def received_drafts(self, request_id: str, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Return the part of another node's drafts that the request's first step computes."""
+        return self.speculation.received(request_id, drafts) if self.speculation else ()
+
+    def first_drafts(self, request: Request) -> tuple[int, ...]:
+        """Return drafts for a request that another node continues."""
+        return () if self.speculation is None else self.speculation.first_drafts(request)
+
+    def why_drafts(self, request: Request | None = None) -> str:
+        """Explain the latest step's number of drafts, for people; empty if the number is fixed.
+
+        Args:
+            request: explain also why this request had no drafts, if it had none.
+        """
+        choice = None if self.speculation is None else self.speculation.choice
+        if request is not None and not is_drafted_for(request):
+            return f"not drafted for, as no drafts had paid for long when it came; {choice}"
+        return "" if choice is None else str(choice)

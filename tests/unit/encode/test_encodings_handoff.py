@@ -1,0 +1,165 @@
+"""An encode node sends encodings to a prefill node, which never waits for ever nor leaks units."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.link.words import AbortAll, PeerReport, PeerUpdate
+from tests.fakes.handoff.encode_pair import TIMEOUT_S, EncodePair, encoding_of_file, rows_of
+from tests.fakes.images.fake_images import file_of, pixels_of, prompt_with
+
+CAT, DOG = file_of(range(20)), file_of(range(100, 110))
+TOKENS, IMAGES = prompt_with([[1, 2], CAT, [3], DOG, [4]])
+
+
+@pytest.fixture
+def pair() -> EncodePair:
+    made = EncodePair()
+    made.meet()
+    return made
+
+
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize("first", ["order", "expect"])
+def test_encodings_arrive_unchanged_whoever_is_told_first(first: str, digests: bool) -> None:
+    pair = EncodePair(digests=digests)
+    pair.meet()
+    reports = [one for one in pair.events if isinstance(one, PeerReport)]
+    assert [(one.engine_id, one.connected) for one in reports] == [(pair.p, True)]
+    if first == "order":
+        pair.order("r", IMAGES)
+        pair.run(0.2)
+    prompt, waiting = pair.expect("r", IMAGES, TOKENS)
+    assert waiting is not None
+    assert prompt.awaits_encodings
+    if first == "expect":
+        pair.order("r", IMAGES)
+    pair.run()
+    assert pair.engine.prompts == [prompt]
+    for image in IMAGES:
+        wanted = encoding_of_file(pixels_of(image.data)).tolist()
+        assert rows_of(prompt.received, image.span.digest) == wanted
+    assert (waiting.num_received, waiting.num_lost) == (2, 0)
+    assert 0 < waiting.waited_s < 1
+    pair.assert_at_rest()
+
+
+def test_an_image_in_many_prompts_is_encoded_once(pair: EncodePair) -> None:
+    for number in range(5):
+        pair.expect(f"r{number}", IMAGES, TOKENS)
+        pair.order(f"r{number}", IMAGES)
+    pair.run()
+    pair.expect("later", IMAGES, TOKENS)
+    pair.order("later", IMAGES)
+    pair.run()
+    assert len(pair.engine.prompts) == 6
+    assert pair.num_encoded == 2
+    assert all(len(prompt.received) == 2 for prompt in pair.engine.prompts)
+    pair.assert_at_rest()
+
+
+def test_the_least_recently_used_encoding_makes_room() -> None:
+    pair = EncodePair(num_units=3)  # CAT has two units, DOG one
+    pair.meet()
+    for number, files in enumerate([[CAT], [DOG], [CAT], [file_of(range(30, 40))], [CAT]]):
+        tokens, images = prompt_with([*files, [1]])
+        pair.expect(f"r{number}", images, tokens)
+        pair.order(f"r{number}", images)
+        pair.run()
+    assert pair.num_encoded == 3, "DOG made room, CAT is kept"
+    assert all(len(prompt.received) == 1 for prompt in pair.engine.prompts)
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("file", [b"bad", file_of([1, -1, 2]), file_of(range(100))])
+def test_an_image_that_cannot_be_encoded_is_left_to_the_prefill_node(
+    pair: EncodePair, file: bytes
+) -> None:
+    tokens, images = prompt_with([file, DOG, [1]])
+    prompt, waiting = pair.expect("r", images, tokens)
+    pair.order("r", images)
+    pair.run()
+    assert waiting is not None
+    assert pair.engine.prompts == [prompt]
+    assert (waiting.num_received, waiting.num_lost) == (1, 1)
+    assert list(prompt.received) == [images[1].span.digest]
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3])
+def test_an_encode_node_that_stands_still_costs_a_second_and_no_prompt(
+    pair: EncodePair, when_s: float
+) -> None:
+    prompt, _ = pair.expect("r", IMAGES, TOKENS)
+    pair.order("r", IMAGES)
+    pair.run(when_s)
+    pair.stopped.add("e")
+    pair.run(2.0)
+    assert pair.engine.prompts == [prompt], "the silence was noticed"
+    assert not prompt.awaits_encodings
+    late, waiting = pair.expect("late", IMAGES, TOKENS)
+    if pair.arrivals.num_transfers or not late.awaits_encodings:
+        assert waiting is not None
+        assert waiting.num_lost == 2, "nothing is expected of a silent node"
+    pair.stopped.clear()
+    pair.run(3.0)
+    pair.assert_at_rest()
+
+
+def test_a_node_that_never_answers_is_given_up_in_time(pair: EncodePair) -> None:
+    prompt, waiting = pair.expect("r", IMAGES, TOKENS)  # and no command reaches the encode node
+    pair.run(TIMEOUT_S - 0.5)
+    assert not pair.engine.prompts
+    pair.run(1.0)
+    assert pair.engine.prompts == [prompt]
+    assert waiting is not None
+    assert waiting.num_lost == pair.arrivals.num_lost_total == 2
+    pair.order("r", IMAGES)  # it comes after all
+    pair.run(2.0)
+    assert not prompt.received
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3])
+def test_a_cancelled_prompt_leaves_nothing(pair: EncodePair, when_s: float) -> None:
+    pair.expect("r", IMAGES, TOKENS)
+    pair.order("r", IMAGES)
+    pair.run(when_s)
+    pair.cancel("r")
+    pair.run(2.0)
+    pair.assert_at_rest()
+    prompt, _ = pair.expect("r", IMAGES, TOKENS, epoch=2)
+    pair.order("r", IMAGES, epoch=2)
+    pair.run()
+    assert len(prompt.received) == 2
+    pair.assert_at_rest()
+
+
+def test_a_lost_router_ends_all_work(pair: EncodePair) -> None:
+    pair.expect("r~router", IMAGES, TOKENS)
+    pair.order("r~router", IMAGES)
+    pair.node.submit(AbortAll("the link broke", "router"))
+    pair.arrivals.cancel("r~router", 1)
+    pair.run(2.0)
+    pair.assert_at_rest()
+
+
+def test_a_prefill_node_without_connection_encodes_itself() -> None:
+    pair = EncodePair()
+    prompt, waiting = pair.expect("r", IMAGES, TOKENS)
+    assert not prompt.awaits_encodings
+    assert waiting is not None
+    assert (waiting.num_received, waiting.num_lost) == (0, 2)
+
+
+def test_an_encode_node_that_is_gone_is_forgotten(pair: EncodePair) -> None:
+    prompt, _ = pair.expect("r", IMAGES, TOKENS)
+    pair.order("r", IMAGES)
+    pair.run(0.1)
+    pair.stopped.add("e")
+    pair.arrivals.lose_peer(pair.e)
+    assert pair.engine.prompts == [prompt]
+    pair.stopped.clear()
+    pair.node.submit(PeerUpdate(pair.p, removed=True))
+    pair.run(3.0)
+    pair.assert_at_rest()
