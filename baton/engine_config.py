@@ -419,7 +419,7 @@ class EngineConfig:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Most steps that are launched before the oldest one has ended."""
+        """Maximum number of steps that are launched before the oldest one has ended."""
         return max(self.pipeline_parallel_size, 2)
 
     @property

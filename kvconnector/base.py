@@ -211,9 +211,10 @@ class Portions:
     """Limits of posted bytes for one kind of memory (host or GPU).
 
     Attributes:
-        write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
-        in_flight_bytes: most bytes in flight to one peer. The I/O thread refills this budget once
-            per round, so it limits a path's bandwidth.
+        write_bytes: maximum number of bytes of one write, so that aborts and other requests wait
+            only briefly.
+        in_flight_bytes: maximum number of bytes in flight to one peer. The I/O thread refills this
+            budget once per round, so it limits a path's bandwidth.
     """
 
     write_bytes: int

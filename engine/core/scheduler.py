@@ -59,8 +59,9 @@ class Scheduler:
         by_priority: whether requests run in order of priority; otherwise in order of arrival.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
-        encoder_cache_tokens: most tokens of all image encodings that the workers cache.
-        max_num_encoder_input_tokens: most tokens of the images that one step encodes.
+        encoder_cache_tokens: maximum number of tokens of all image encodings that the workers
+            cache.
+        max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
         num_stages: pipeline stages, and so most steps in flight. With several, running requests
             are divided into as many micro-batches (ADR 0107).
         keeps_images_whole: whether one step computes all tokens of an image, as these see each

@@ -21,9 +21,9 @@ class ImageInputs:
         layout: the rule by which the model maps an image to tokens; None: the model takes no
             images.
         pixels: makes pixel values; None: the model takes no images.
-        most_tokens: most tokens of one image.
-        most_in_a_step: most tokens of an image that one step must compute; None: steps may cut
-            images.
+        most_tokens: maximum number of tokens of one image.
+        most_in_a_step: maximum number of tokens of an image that one step must compute; None: steps
+            may cut images.
 
     Attributes:
         layout: the argument, unchanged.

@@ -60,7 +60,7 @@ class GraphInputs:
         num_groups: number of groups of the KV cache.
         max_seq_len: maximum number of tokens of one request.
         device: device of the model.
-        num_steps: most steps in flight; each has a staging buffer of its own.
+        num_steps: maximum number of steps in flight; each has a staging buffer of its own.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class InputBatch:
         device: where the model runs.
         graph_inputs: stages steps for graph replays; None: no graphs are captured.
         has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
-        num_steps: most steps in flight, and so the number of sets of buffers.
+        num_steps: maximum number of steps in flight, and so the number of sets of buffers.
         whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
             to each other. A step then has all embeddings of an image that it has no KV of.
 

@@ -83,7 +83,7 @@ class Intake:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens (prompt and output) of a request."""
+        """Maximum number of tokens (prompt and output) of a request."""
         return self.abilities.max_model_len
 
     @property
