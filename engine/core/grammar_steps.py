@@ -89,7 +89,7 @@ class GrammarSteps:
         return True
 
     def wait_for_any(self) -> None:
-        """Wait some milliseconds for a mask, as no running request has one."""
+        """Wait some milliseconds for a mask, because no running request has one."""
         self.awaits_masks = True
         self.masks.wait_for_any()
 

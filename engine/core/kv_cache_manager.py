@@ -98,7 +98,7 @@ class KVCacheManager:
         """Return how many tokens of a new request would be found in the prefix cache now.
 
         The last token must be computed for its logits and is not counted, unlike in
-        `find_initial_prefix`. Layers with a window count little, as only one window is cached.
+        `find_initial_prefix`. Layers with a window count little, because only one window is cached.
         """
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 

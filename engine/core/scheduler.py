@@ -588,7 +588,7 @@ class Scheduler:
         left = self._num_prefill_tokens_left
         size = min(missing, budget, self._long_prefill_token_threshold, left)
         size = self.images.limit(request, size, min(missing, budget))
-        if size == 1:  # `_add` does not count single tokens, as most of them are decodes
+        if size == 1:  # `_add` does not count single tokens, because most of them are decodes
             self._num_prefill_tokens_left -= 1
         return size
 

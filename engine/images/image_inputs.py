@@ -56,7 +56,7 @@ class ImageInputs:
         """Check a future request's images and return them; None: the prompt has none.
 
         Args:
-            need_files: whether images without files are refused, as they are encoded here.
+            need_files: whether images without files are refused, because they are encoded here.
 
         Raises InvalidRequestError.
         """

@@ -29,8 +29,8 @@ from engine.worker.inputs.three_axes import RotaryPositions
 class InputBatch:
     """Persistent host buffers (pinned with a GPU), and their copies on the device.
 
-    Steps take turns with several sets of buffers, as one step may be prepared while previous ones
-    run. A row of block ids and parameters belongs to one request until a plan assigns it to
+    Steps take turns with several sets of buffers, because one step may be prepared while previous
+    ones run. A row of block ids and parameters belongs to one request until a plan assigns it to
     another. A token that a running step samples is not known here; the next step reads it from
     ``last_tokens`` on the device.
 

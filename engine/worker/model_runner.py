@@ -40,7 +40,7 @@ class ModelRunner:
         ranks: the ranks that share the model; the leader samples for all ranks.
         sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
-        num_steps: maximum number of steps in flight, as the input batch has it.
+        num_steps: maximum number of steps in flight, equal to that of the input batch.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.

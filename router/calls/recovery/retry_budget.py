@@ -157,7 +157,7 @@ class CallRetries:
         """Count a failed attempt that may be retried.
 
         A lost node is not the call's fault, and retrying its calls does not add any load. These
-        retries use no budget and have a higher limit.
+        retries do not use any budget and have a higher limit.
 
         Args:
             was_loss: returns whether the attempt failed because a node is gone or silent. Called
