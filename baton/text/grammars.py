@@ -42,7 +42,7 @@ _JSON_DEFAULTS: JsonCompileOptions = {
 def parser_limits() -> LLParserLimits:
     """Return limits of the cost of one output step: some milliseconds and megabytes.
 
-    They do not limit the cost of compiling.
+    The limits do not bound the cost of compiling.
     """
     return LLParserLimits(
         initial_lexer_fuel=300_000,

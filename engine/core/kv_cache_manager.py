@@ -87,8 +87,9 @@ class KVCacheManager:
     def find_cached_blocks(self, request: Request) -> list[int]:
         """Return the blocks of a request's longest cached prefix, without taking references.
 
-        The prefix never includes the last known token, which must be computed for its logits. It is
-        empty for prompt logprobs and some poolings, which need hidden states of the whole prompt.
+        The prefix never includes the last known token, which must be computed for its logits. The
+        prefix is empty for prompt logprobs and some poolings, which need hidden states of the whole
+        prompt.
         """
         if request.needs_all_rows:
             return []

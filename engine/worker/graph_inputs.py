@@ -6,8 +6,8 @@ pinned buffer and copied at once, except the last tokens, which are on the devic
     source          | last_tokens by row ........ , spare | token_ids of this step .... |
     token_index       ^ sampled by the previous step        ^ known on the host
 
-After the step's requests, padding rows fill the captured size. They have no query and no KV slot,
-and their tokens are never read. Refuses to know: requests, models, graphs.
+After the step's requests, padding rows fill the captured size. Padding rows have no query and no KV
+slot, and their tokens are never read. Refuses to know: requests, models, graphs.
 """
 
 from __future__ import annotations

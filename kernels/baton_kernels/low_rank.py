@@ -3,7 +3,7 @@
     out = out * gains + (x @ A.T) @ B.T + shifts
 
 Several modules of an adapter may change one layer, such as query, key and value of a joined
-projection. Their rows of A are stacked, and each module has a separate B::
+projection. The rows of A of these modules are stacked, and each module has a separate B::
 
     A = [ A of q ]    B of q --> columns of q
         [ A of k ]    B of k --> columns of k

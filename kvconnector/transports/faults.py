@@ -1,7 +1,7 @@
 """Faults on request: a transport that loses, delays, duplicates and reorders messages.
 
-Faults are for tests and drills. They are off by default; a warning is logged when they are on. The
-sender and receiver do not notice that a transport is wrapped. Faults are drawn in the order of
+Faults are for tests and drills. Faults are off by default; a warning is logged when they are on.
+The sender and receiver do not notice that a transport is wrapped. Faults are drawn in the order of
 events: the same seed and the same order give the same faults.
 """
 

@@ -2,8 +2,9 @@
 
     deltas of an attempt's two legs -> DeltaOrder -> OutputBuffer -> the reader
 
-`DeltaOrder` passes each token on once. `OutputBuffer` never makes a node wait. It stores tokens,
-not messages, so a slow reader gets all missed tokens as one piece, no larger than the output.
+`DeltaOrder` passes each token on once. `OutputBuffer` never makes a node wait. The buffer stores
+tokens, not messages, so a slow reader gets all missed tokens as one piece, no larger than the
+output.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ class NameTable:
     async def _change(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
         """Replace the table by the result of `make`, completely even if the caller is cancelled.
 
-        A cancelled change would release the lock while it is still writing. It could then overwrite
-        the next change's file, which would differ from the table.
+        A cancelled change would release the lock while it is still writing. The cancelled change
+        could then overwrite the next change's file, which would differ from the table.
         """
         change = asyncio.create_task(self._replace(make))
         self._changes.add(change)

@@ -1,10 +1,10 @@
 """Schema repairs: close gaps through which the grammar library would let wrong outputs pass.
 
 * A class of characters that contains control characters but not ``"`` or ``\\``, such as ``[^"]``,
-  also matches the escapes of the excluded characters. It is narrowed to match no control
-  characters.
-* With open names, a name may occur twice, and ``minProperties`` would count it twice. Such a
-  schema is refused.
+  also matches the escapes of the excluded characters. The pattern is narrowed so that it does not
+  match control characters.
+* With open names, a name may occur twice, and ``minProperties`` would count it twice. A schema with
+  both is refused.
 * A keyword that neither the library nor a rewriting enforces is refused, with its place.
 """
 

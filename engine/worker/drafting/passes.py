@@ -1,8 +1,8 @@
 """Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
 A pass with few tokens per request is run as a decode step in which each token counts as a request
-with the same blocks. This works because each layer writes the KV of all tokens before it reads any.
-On a CPU, a recorded tape can replay such a step.
+with the same blocks. The pass is correct, because each layer writes the KV of all tokens before it
+reads any. On a CPU, a recorded tape can replay such a step.
 """
 
 from __future__ import annotations

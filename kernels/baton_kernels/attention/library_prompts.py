@@ -1,8 +1,9 @@
 """A library's attention for steps with prompts, and Triton for all others, which graphs can hold.
 
-A library's host work cannot be captured in a CUDA graph, so decodes stay with Triton. Both read the
-same cache and metadata. Where times were measured on this kind of GPU (`baton_kernels.attention
-.measured`), a step goes to the faster of the two. Refuses to know: how either works.
+A library's host work cannot be captured in a CUDA graph, so decodes stay with Triton. Library and
+Triton read the same cache and metadata. Where times were measured on this kind of GPU
+(`baton_kernels.attention.measured`), a step goes to the faster of the two. Refuses to know: how
+either works.
 """
 
 from __future__ import annotations

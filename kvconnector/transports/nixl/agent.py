@@ -1,4 +1,4 @@
-"""NixlAgent: the only module that imports nixl. It is typed, and every failure is a TransferError.
+"""NixlAgent: the only module that imports nixl. Each failure is raised as a TransferError.
 
 NIXL has these properties: writes cannot be cancelled, its progress thread uses a whole core, thread
 safety is off by default, errors are exceptions, and a bad address crashes the receiver. So one
