@@ -24,6 +24,7 @@ class _NoText(nn.Module):
 
     embed_tokens = None
     tapes = None
+    num_stages = 1
 
 
 def load_vision_encoder(
