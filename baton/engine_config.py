@@ -33,7 +33,7 @@ MAX_ADAPTERS = 4096
 DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
-MAX_BATCHED_TOKENS = 2**20  # most tokens of a step; larger steps take too long
+MAX_BATCHED_TOKENS = 2**20  # maximum number of tokens of a step; larger steps take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
 _BATCH_LIMITS = {
@@ -442,7 +442,7 @@ class EngineConfig:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Most steps that are launched before the oldest one has ended."""
+        """Maximum number of steps that are launched before the oldest one has ended."""
         return max(self.pipeline_parallel_size, 2)
 
     @property
@@ -452,14 +452,14 @@ class EngineConfig:
 
     @property
     def max_num_drafts(self) -> int:
-        """Most drafts of a request per step; 0: no drafts."""
+        """Maximum number of drafts of a request per step; 0: no drafts."""
         if self.speculative_method == "none":
             return 0
         return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
 
     @property
     def num_lookahead_drafts(self) -> int:
-        """Most drafts that the model's step computes itself; 0: drafts come from elsewhere."""
+        """Maximum number of drafts that the model's own step makes; 0: others make drafts."""
         return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
 
     @property
@@ -469,7 +469,7 @@ class EngineConfig:
 
     @property
     def max_decode_rows(self) -> int:
-        """Most tokens of a pure decode step: each request's token and its drafts."""
+        """Maximum number of tokens of a pure decode step: each request's token and its drafts."""
         most = self.max_num_requests * (1 + self.max_num_drafts)
         return max(min(most, self.max_num_batched_tokens), self.max_num_requests)
 

@@ -86,7 +86,10 @@ def missing_packages() -> list[str]:
 
 
 def allowed(group: str) -> Mapping[str, Plugin]:
-    """Return the allowed plug-ins of a group, by name; reads no metadata if none is allowed."""
+    """Return the allowed plug-ins of a group, by name.
+
+    Metadata is not read if no plug-in is allowed.
+    """
     names = _allowed_names()
     return _allowed(group, names, tuple(sys.path)) if group and names else {}
 

@@ -7,7 +7,8 @@ block is arriving already:
        ^           |
        '-- waiters of a transfer that brings their next missing block
 
-Waiting requests hold no blocks, so they cannot block each other. Refuses to know: peers, messages.
+Waiting requests do not hold any blocks, so they cannot block each other. Refuses to know: peers,
+messages.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class GrantQueue:
 
     Args:
         engine: allocates the blocks.
-        max_requests: most requests that receive KV at a time.
-        max_tokens: most tokens received at a time (more for one long prompt); 0: half the cache.
+        max_requests: maximum number of requests that receive KV at a time.
+        max_tokens: maximum number of tokens received at a time (more for one long prompt); 0: half
+            the cache.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int, max_tokens: int) -> None:

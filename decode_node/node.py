@@ -64,7 +64,7 @@ class DecodeNode:
         options: options of decode nodes.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        inbox: queue of commands; None: one that reads no files of adapters.
+        inbox: queue of commands; None: one that does not read any files of adapters.
     """
 
     def __init__(

@@ -112,7 +112,8 @@ class EncodeNode:
         pixels: decodes image files.
         sender: sends encodings.
         emit: takes events for the router; called on this node's thread.
-        budget_tokens: most tokens of the images that one round encodes; one image may have more.
+        budget_tokens: maximum number of tokens of the images that one round encodes; one image may
+            have more.
         clock: returns seconds, never going back.
 
     Attributes:

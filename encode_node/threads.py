@@ -183,7 +183,7 @@ class EncodeCollector(TransferCollector):
 def measure_encode_times(encoder: Encoder, pixels: PixelMaker) -> tuple[StepTime, ...]:
     """Return the times to encode a small and a large image, by rising tokens.
 
-    Each is encoded twice, as the first time may touch new memory. A model that takes no such
+    Each is encoded twice, because the first time may touch new memory. A model that takes no such
     images is not measured.
     """
     times: dict[int, float] = {}

@@ -75,8 +75,9 @@ class AdapterTable:
 
     Args:
         executor: runs the model with the adapters.
-        max_adapters: most adapters in memory; 0: adapters are disabled.
-        cache_bytes: most bytes of read and packed adapters that are kept; None: the default.
+        max_adapters: maximum number of adapters in memory; 0: adapters are disabled.
+        cache_bytes: maximum number of bytes of read and packed adapters that are kept; None: the
+            default.
         in_use: returns the adapters of open requests and of the step in flight.
 
     Attributes:

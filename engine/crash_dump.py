@@ -32,12 +32,13 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "BATON_DUMP_FOLDER"
 PREFIX = "baton-crash-"
-MAX_DUMPS = 20  # most dumps kept in a folder
-MAX_REQUESTS, MAX_BLOCKS = 1000, 64  # most requests in a dump; most blocks per request
+MAX_DUMPS = 20  # maximum number of dumps kept in a folder
+# Maximum number of requests in a dump; maximum number of blocks per request
+MAX_REQUESTS, MAX_BLOCKS = 1000, 64
 MAX_BYTES = 4 * 2**20
 _MAX_ID_CHARS = 128
 _MAX_FRAMES = 100
-# Only values of these types are dumped, as others may contain a client's text.
+# Only values of these types are dumped, because others may contain a client's text.
 _NUMBERS = (bool, int, float, type(None))
 
 
@@ -45,7 +46,7 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
     """Write the dump and return its path; None, with a log line, if it cannot be written.
 
     The folder is given by the environment variable BATON_DUMP_FOLDER; otherwise, a private folder
-    in the system's temporary folder is used. Never raises, as the caller is handling another
+    in the system's temporary folder is used. Never raises, because the caller is handling another
     failure. A slow disk may block, so report the engine's death first.
     """
     path: Path | str = os.environ.get(FOLDER_VARIABLE) or "a temporary folder"

@@ -39,7 +39,7 @@ class Engine:
         kv_cache_manager: allocates the blocks of the KV cache, and finds cached prefixes.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
-        max_model_len: most tokens of one request.
+        max_model_len: maximum number of tokens of one request.
         eos_token_ids: tokens that end an output unless a request ignores them.
         last_scheduled: the latest step, running or ended, for failure reports.
         compatibility: properties that KV depends on; the argument of `cache_namespace`.

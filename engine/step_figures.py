@@ -139,7 +139,7 @@ class StepFigures:
         )
 
     def _slots(self) -> tuple[int, int]:
-        """Return the slots that open requests hold, and how many of these hold no known token."""
+        """Return how many slots open requests hold, and how many of these have no known token."""
         manager, held, unfilled = self._scheduler.kv_cache_manager, 0, 0
         for request in list(self._scheduler.requests.values()):
             num_held = manager.num_tokens_held(request)

@@ -12,7 +12,7 @@ from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.scheduler import WATERMARK, Scheduler
 
 logger = logging.getLogger(__name__)
-_MOST_SHOWN = 16  # most requests listed in one line
+_MOST_SHOWN = 16  # maximum number of requests listed in one line
 
 
 class StepLog:
@@ -20,7 +20,7 @@ class StepLog:
 
     Args:
         scheduler: the engine's scheduler, which is only read.
-        max_num_requests: most requests in a step.
+        max_num_requests: maximum number of requests in a step.
     """
 
     def __init__(self, scheduler: Scheduler, max_num_requests: int) -> None:

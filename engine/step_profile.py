@@ -1,8 +1,8 @@
 """Step profile: measures the times of steps on this machine, before any request arrives.
 
-Each step is computed twice, as the first run may compile kernels or touch new memory. On a CPU,
-which compiles nothing, a long step is computed once, as touching new memory is a small part of its
-time. Refuses to know: what the times are used for, tensors.
+Each step is computed twice, because the first run may compile kernels or touch new memory. On a
+CPU, which compiles nothing, a long step is computed once, as touching new memory is a small part of
+its time. Refuses to know: what the times are used for, tensors.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 _AIM = 0.8  # target time of a step, as a fraction of the allowed time
 _FADING = 0.2  # weight of the newest step in averages
 _LARGEST_CHANGE = 2.0  # times longer than this multiple of the average count as this multiple
-_LARGEST_GROWTH = 2.0  # most prompt tokens, as a multiple of those in the last measured step
+_LARGEST_GROWTH = 2.0  # maximum ratio of prompt tokens to those of the last step
 _LEAST_S = 1e-6
 
 

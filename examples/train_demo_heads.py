@@ -46,7 +46,7 @@ NUM_STEPS = 3  # tokens that EAGLE and MTP draft in training, each after its own
 NUM_SHOWN = 512  # most probable tokens over which distributions are compared
 STEP_WEIGHT = 0.8  # each draft's loss weighs this times the loss of the draft before it
 OWN_TEXTS = 1024  # number of texts that the model writes
-OWN_TOKENS = 160  # most tokens of such a text, after a beginning of 4 to 48 tokens
+OWN_TOKENS = 160  # maximum number of tokens of such a text, after a beginning of 4 to 48 tokens
 
 # ----------------------------------------------------------------------------------- drafters
 

@@ -1,6 +1,6 @@
 """Copies KV blocks between nodes. A new transport needs one file, and one line here.
 
-Importing this package imports no transport and no torch.
+Importing this package does not import any transport, or torch.
 """
 
 from __future__ import annotations

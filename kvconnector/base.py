@@ -19,7 +19,7 @@ from kvconnector.blocks import LayerRange
 TransferKey = tuple[str, int]  # (request_id, epoch)
 NO_TRANSFER: TransferKey = ("", 0)
 HANDOFF_VERSION = 1
-MAX_DRAFTS = 32  # most draft tokens in a hand-off record
+MAX_DRAFTS = 32  # maximum number of draft tokens in a hand-off record
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -211,9 +211,10 @@ class Portions:
     """Limits of posted bytes for one kind of memory (host or GPU).
 
     Attributes:
-        write_bytes: most bytes of one write, so that aborts and other requests wait only briefly.
-        in_flight_bytes: most bytes in flight to one peer. The I/O thread refills this budget once
-            per round, so it limits a path's bandwidth.
+        write_bytes: maximum number of bytes of one write, so that aborts and other requests wait
+            only briefly.
+        in_flight_bytes: maximum number of bytes in flight to one peer. The I/O thread refills this
+            budget once per round, so it limits a path's bandwidth.
     """
 
     write_bytes: int

@@ -117,7 +117,7 @@ class LoadPlan:
             output lengths come from their option.
         warmup_s: requests scheduled before this time are not measured.
         duration_s: no request is scheduled after this time; None: no limit.
-        num_requests: most requests of a run; None: no limit.
+        num_requests: maximum number of requests of a run; None: no limit.
         vocab_size: number of token ids from which prompts are drawn.
         timeout_s: limit for one request, counted from sending.
         drain_timeout_s: time after the last sending when open requests are given up.

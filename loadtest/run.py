@@ -45,7 +45,7 @@ class RunResult:
 def _no_collection() -> Iterator[None]:
     """Pause garbage collection, which delays requests by 5 to 70 ms at 2,000 streams.
 
-    The player and targets make no reference cycles (a test counts cycles), so no garbage
+    The player and targets do not make any reference cycles (a test counts cycles), so no garbage
     accumulates.
     """
     was_enabled = gc.isenabled()

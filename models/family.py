@@ -48,7 +48,7 @@ _IS_CAUSAL = "is_causal"
 
 
 def as_written(fields: Fields) -> Fields:
-    """Return a file's fields unchanged, as they have the common names already."""
+    """Return a file's fields unchanged, because they have the common names already."""
     return fields
 
 

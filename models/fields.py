@@ -14,7 +14,8 @@ from baton.api.errors import ModelLoadError
 
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30
-# Most items of a list whose items are processed one by one, such as layers and experts.
+# Maximum number of items of a list whose items are processed one by one, such as layers and
+# experts.
 MAX_PARTS = 2**14
 _MAX_PROBLEM_CHARS = 2000
 

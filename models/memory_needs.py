@@ -1,6 +1,6 @@
 """Computes from a model's configuration the memory of weights in each format, and of the KV cache.
 
-Refuses to know: tensors (this imports no torch), how much memory a machine has.
+Refuses to know: tensors (this module does not import torch), how much memory a machine has.
 """
 
 from __future__ import annotations

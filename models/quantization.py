@@ -215,7 +215,10 @@ def _auto_round(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_other_layers(quantization: Fields, data_type: str) -> None:
-    """Refuse layers whose number type differs from the default, as their tensors look alike."""
+    """Refuse layers whose number type differs from the default.
+
+    The tensors of such layers look like those of the default type.
+    """
     if not quantization.has("extra_config"):
         return
     others = quantization.child("extra_config")

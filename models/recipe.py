@@ -2,7 +2,7 @@
 
 A family's file makes a recipe from config.json; `Decoder` builds modules from it. Each spec also
 tells what its layer stores per token, and the layer's matrices, for memory and work.
-Refuses to know: families, files, tensors (this imports no torch).
+Refuses to know: families, files, tensors (this module does not import torch).
 """
 
 from __future__ import annotations

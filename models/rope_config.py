@@ -46,7 +46,8 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     use_long_factors: bool = False
-    max_len: int | None = None  # most positions with correct results; None: no such limit
+    # Maximum number of positions with correct results; None: no such limit
+    max_len: int | None = None
     # Axis (0: frame, 1: row, 2: column) whose position rotates each pair; empty: one axis.
     axes: tuple[int, ...] = ()
 
@@ -261,7 +262,7 @@ def _longrope(
     """Read LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the default factor."""
     original = common.original_max_position_embeddings
     assert original is not None
-    if original < 2:  # at least this much, as its logarithm is a divisor
+    if original < 2:  # at least this much, because its logarithm is a divisor
         raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")

@@ -1,6 +1,7 @@
 """Estimates a step's FLOPs and bytes of weights and KV, from the model's configuration.
 
-Only matrix products are counted. Refuses to know: tensors (this imports no torch), steps, devices.
+Only matrix products are counted. Refuses to know: tensors (this module does not import torch),
+steps, devices.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class Inbox(Generic[Job]):
         job: the class of commands that this node's role executes.
         engine: computes with the adapters.
         clock: returns seconds, never going back.
-        adapters: holds commands until their adapters are in memory; None: one that reads no files.
+        adapters: holds commands until their adapters are in memory; None: one that does not read
+            any files.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class NodeAdmin:
     Args:
         num_blocks: the node's number of KV blocks.
         access: logs operators' requests.
-        adapters: the node's adapters; None: the node computes no adapters.
+        adapters: the node's adapters; None: the node does not compute adapters.
         weights: the node's weights; None: the node has no weights.
     """
 

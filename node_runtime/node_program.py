@@ -58,7 +58,7 @@ class NodeProgram(Protocol):
 
     @property
     def adapters(self) -> ChangedAdapters | None:
-        """Return the part that loads and unloads adapters; None: the node computes no adapters."""
+        """Return the part that loads and unloads adapters; None: the node has no adapters."""
 
     @property
     def weights(self) -> EngineWeights | None:

@@ -71,7 +71,7 @@ class PrefillNode:
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        inbox: queue of commands; None: one that reads no files of adapters.
+        inbox: queue of commands; None: one that does not read any files of adapters.
         arrivals: encodings that encode nodes send; None: this node encodes all images.
     """
 

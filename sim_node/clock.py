@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-# Most seconds by which steps may be dated back, to make up for a busy event loop.
+# Maximum number of seconds by which steps may be dated back, to make up for a busy event loop.
 MAX_CATCH_UP_S = 0.1
 
 

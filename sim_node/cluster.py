@@ -4,7 +4,7 @@
         await cluster.kill("sim-d3")
         await cluster.restart("sim-d3")
 
-Nodes to be paired must be in one cluster, as KV transfers use no network.
+Nodes to be paired must be in one cluster, because KV transfers do not use the network.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Parts of a beat interval over which nodes' beats are spread, so that not all send at once.
 _NUM_BEAT_SLICES = 10
-# Most nodes that join at a time: a router introduces each new node to all nodes of the other role.
+# Maximum number of nodes that join at a time: a router introduces each new node to all nodes of the
+# other role.
 _MAX_JOINING = 16
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()

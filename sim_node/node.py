@@ -224,7 +224,7 @@ class Simulation:
         loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
         peer_info = self._network.peer_info(self.engine_id)
         first_steps = FirstSteps(self._executor.step_times(), self._executor.decode_times())
-        # No address: simulated nodes accept no connections.
+        # No address: simulated nodes do not accept connections.
         return loaded.registration(name, self._role, "", peer_info, first_steps)
 
     def slow_down(self, factor: float) -> None:

@@ -104,7 +104,7 @@ class SimModel:
     Attributes:
         identity: what decides the model's tokens, such as digests of its files, by name; the node
             reports these entries to routers.
-        max_model_len: most tokens of a request.
+        max_model_len: maximum number of tokens of a request.
         outputs: source of output tokens; None: `HashedOutputs`.
     """
 

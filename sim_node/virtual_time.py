@@ -1,7 +1,7 @@
 """VirtualTimeLoop: an event loop whose time advances only when nothing is left to do.
 
-Instead of waiting for a timer, the loop moves its clock to the timer's time. It runs real asyncio
-code, but no sockets: everything must be in one process. The machine's load has no effect.
+Instead of waiting for a timer, the loop moves its clock to the timer's time. The loop runs real
+asyncio code, but no sockets: everything must be in one process. The machine's load has no effect.
 """
 
 from __future__ import annotations

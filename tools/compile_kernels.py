@@ -124,7 +124,7 @@ def cases_of(module: str) -> tuple[AotCase, ...]:
 
 
 def _set_up(cache: str) -> None:
-    """Use an empty cache, because cached kernels are not compiled and show no registers."""
+    """Use an empty cache, because cached kernels are not compiled and do not show any registers."""
     os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
 
 

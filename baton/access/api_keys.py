@@ -84,7 +84,7 @@ def draw_key() -> str:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Read all keys of a file; raises ConfigError with a text that shows no key."""
+    """Read all keys of a file; raises ConfigError with a text that does not show any key."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -241,7 +241,7 @@ def _quoted(value: str | list[str]) -> str:
 def convert_lines(text: str) -> tuple[str, list[str]]:
     """Convert ``name:key`` lines to tables; also return the names with too short keys.
 
-    Raises ConfigError with a text that shows no key.
+    Raises ConfigError with a text that does not show any key.
     """
     tables, short = [], []
     for number, line in enumerate(text.splitlines(), 1):

@@ -32,7 +32,7 @@ class Limits:
     """Limits of one principal's use of a router; 0: no limit.
 
     Attributes:
-        max_open_requests: most requests that wait or are in progress.
+        max_open_requests: maximum number of requests that wait or are in progress.
         requests_per_minute: limit of new requests per minute.
         tokens_per_minute: limit of computed prompt tokens plus sampled output tokens.
         weight: share when tenants compete: a request's cost is divided by the weight.

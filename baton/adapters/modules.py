@@ -14,7 +14,7 @@ from baton.adapters.digest import AdapterDigest, AdapterError
 from baton.adapters.numbers import DTYPE_BYTES
 from baton.checkpoint.gguf.architecture import Change
 
-_MAX_SIZE = 2**24  # most inputs or outputs of a linear layer
+_MAX_SIZE = 2**24  # maximum number of inputs or outputs of a linear layer
 
 
 class Layout(enum.Enum):

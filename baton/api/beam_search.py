@@ -17,7 +17,8 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
-MAX_BEAM_TOKENS = 1024  # most tokens of an output; a router runs a call for each beam and token
+# Maximum number of tokens of an output; a router runs a call for each beam and token
+MAX_BEAM_TOKENS = 1024
 MAX_PENALTY = 10  # longer outputs to a higher power may overflow a float
 
 EarlyStopping = bool | Literal["never"]
@@ -49,7 +50,7 @@ class BeamSearchParams:
 
     Attributes:
         beam_width: number of outputs to keep and return; together with the end tokens at most 20.
-        max_tokens: most output tokens, at least 1.
+        max_tokens: maximum number of output tokens, at least 1.
         length_penalty: exponent of the length in the score, from -10 to 10; above 0 favours long
             outputs.
         early_stopping: True ends the search when ``beam_width`` outputs have ended; False, when
@@ -93,7 +94,7 @@ class BeamSearchParams:
 
     @property
     def num_candidates(self) -> int:
-        """Return how many next tokens each prefix needs, as some may be end tokens."""
+        """Return how many next tokens each prefix needs, because some may be end tokens."""
         return self.beam_width + len(self.end_token_ids)
 
     def score(self, logprob: float, num_tokens: int) -> float:
@@ -152,7 +153,8 @@ class BeamSearch:
     """The search for one prompt: until `done`, pass next tokens of `running` to `advance`.
 
     Args:
-        max_tokens: most output tokens; the model's length may allow less than the parameters.
+        max_tokens: maximum number of output tokens; the model's length may allow less than the
+            parameters.
 
     Attributes:
         running: outputs that continue, best first, all equally long.

@@ -87,7 +87,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; raises ValueError with a one-line message."""
-    import tomllib  # imported here: most commands read no TOML
+    import tomllib  # imported here: most commands do not read TOML
 
     try:
         return tomllib.loads(text)

@@ -79,7 +79,7 @@ class PromptTooLongError(InvalidRequestError):
     Args:
         field: name of the prompt's field in the client's request.
         num_tokens: tokens of the prompt.
-        limit: most tokens of a prompt.
+        limit: maximum number of tokens of a prompt.
     """
 
     code: ClassVar[str] = "context_length_exceeded"

@@ -165,7 +165,7 @@ class Receipt:
             in its cache and computed the rest itself.
         decode: the decode node's receipt; None if the request ended with the prefill node's token
             or at a stop string. The router finds stop strings and aborts the decode node, which
-            then sends no receipt.
+            then does not send any receipt.
         num_attempts: number of attempts; above 1 if nodes were lost, could not reach each other, or
             ran out of memory.
         router_queue_s: request received -> sent to the nodes of the attempt that gave token 1.

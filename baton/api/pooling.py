@@ -17,7 +17,7 @@ from operator import mul
 from baton.api.errors import InvalidRequestError
 
 MAX_POOLED_BYTES = 2**18
-MAX_TOKEN_LOGITS = 16  # most tokens whose logits a request may ask for
+MAX_TOKEN_LOGITS = 16  # maximum number of tokens whose logits a request may ask for
 
 
 class PoolingKind(Enum):

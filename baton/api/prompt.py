@@ -10,7 +10,8 @@ from baton.api.sampling_params import MAX_SEED, SamplingParams
 from baton.api.thinking import Thinking
 
 MAX_PRIORITY = 2**31 - 1
-# Most logprobs of a prompt in one answer: about 2 MiB of the 8 MiB that a message may have.
+# Maximum number of logprobs of a prompt in one answer: about 2 MiB of the 8 MiB that a message may
+# have.
 MAX_PROMPT_LOGPROBS = 250_000
 
 
@@ -21,7 +22,8 @@ def check_prompt(
 
     Args:
         vocab_size: number of token ids.
-        max_model_len: most tokens of prompt and output together; the output has at least one.
+        max_model_len: maximum number of tokens of prompt and output together; the output has at
+            least one.
     """
     if not token_ids:
         raise InvalidRequestError(field, "must have at least 1 token, got 0")

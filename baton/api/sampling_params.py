@@ -35,7 +35,7 @@ class SamplingParams:
     Attributes:
         n: outputs per prompt, 1 to 128. They share the prompt's KV; output i (from 0) equals the
             output of a request with seed + i. Routers take n in `Client.generate_batch` only.
-        max_tokens: most output tokens, at least 1.
+        max_tokens: maximum number of output tokens, at least 1.
         temperature: randomness; 0 takes the most probable token.
         top_k: keep the k most probable tokens; 0 is off.
         top_p: keep the smallest set of tokens whose probabilities add up to this, in [0, 1]; 0
@@ -62,8 +62,9 @@ class SamplingParams:
             distribution, before all changes above.
         structured_output: form of the output. An end-of-sequence token is drawn only where the
             output may end, and ends it despite ``ignore_eos``. Where nothing may follow, the output
-            ends by itself, even before ``min_tokens``. If bans leave no token that fits, the
-            request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the output.
+            ends by itself, even before ``min_tokens``. If bans do not leave any token that fits,
+            the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the
+            output.
         thinking: the thought before the answer and its token limits. A ``structured_output`` then
             begins after the thought.
         prompt_logprobs: like ``logprobs``, for each prompt token given the tokens before; the first
@@ -213,7 +214,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 def _check_number(field: str, value: object, limits: str, low: float, high: float) -> None:
     """Raise InvalidRequestError, with ``limits`` as text, unless a finite number is in range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and low <= value <= high and value < math.inf:  # type: ignore[operator]  # a number
+    # Type: ignore[operator]  # a number
+    if is_number and low <= value <= high and value < math.inf:
         return
     raise InvalidRequestError(field, f"must be {limits}, got {value!r}")
 

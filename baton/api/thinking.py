@@ -23,8 +23,8 @@ class Thinking:
     A ``structured_output`` begins after the closing mark; the thought itself is unconstrained.
 
     Attributes:
-        budget_tokens: most tokens between opening and closing mark; then the closing mark is
-            forced. 0 closes a thought at once. None: no limit.
+        budget_tokens: maximum number of tokens between opening and closing mark; then the closing
+            mark is forced. 0 closes a thought at once. None: no limit.
         close_token_ids: the closing mark. If empty, `engine.LLM` and the router fill in all fields
             but ``budget_tokens`` and ``must_open``, from the checkpoint's chat template and the
             prompt.

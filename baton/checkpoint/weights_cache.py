@@ -83,7 +83,8 @@ class WeightsCache:
     """The folder with the files of packed weights.
 
     Attributes:
-        limit_bytes: most bytes of all files together; the least recently used files are removed.
+        limit_bytes: maximum number of bytes of all files together; the least recently used files
+            are removed.
         least_bytes: size of the smallest checkpoint whose packed weights are kept.
     """
 

@@ -15,7 +15,7 @@ from baton.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command's place as text, so that `baton` imports no program, and its first help line."""
+    """A command's place as text, so that `baton` imports it late, and its first help line."""
 
     where: str
     summary: str

@@ -232,7 +232,7 @@ class Client:
         """Return the places of the documents that fit a query best, and their scores, best first.
 
         Args:
-            top_n: most results; 0: all.
+            top_n: maximum number of results; 0: all.
         """
         request = rerank_request(query, documents, top_n, instruction, options)
         return ranks_from_proto(self._call(self._channel.stub().Rerank, request))
@@ -459,7 +459,7 @@ class AsyncClient:
         """Return the places of the documents that fit a query best, and their scores, best first.
 
         Args:
-            top_n: most results; 0: all.
+            top_n: maximum number of results; 0: all.
         """
         request = rerank_request(query, documents, top_n, instruction, options)
         return ranks_from_proto(await self._call(self._channel.stub().Rerank, request))

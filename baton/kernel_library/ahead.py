@@ -1,11 +1,12 @@
 """Builds the library ahead of time for several instruction sets, and picks the best for a CPU.
 
-A machine then needs no compiler. Such libraries are in one of two folders:
+A machine then needs no compiler. Libraries built ahead are in one of two folders:
 
 * Baton's wheels for Linux contain one (`tools/build_wheels.py`).
 * ``BATON_NATIVE_LIBRARIES`` names a folder that ``python -m baton_kernels.native.build_ahead
-  FOLDER`` filled. It has precedence over the wheel's. Whoever can write there could run code in our
-  process, so folder and files must belong to this user or root, and nobody else may write them.
+  FOLDER`` filled. This folder has precedence over the wheel's. Whoever can write there could run
+  code in our process, so folder and files must belong to this user or root, and nobody else may
+  write them.
 """
 
 from __future__ import annotations

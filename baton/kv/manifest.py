@@ -187,9 +187,10 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_ranks - self.stage_size
 
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
-        """Return the layer slots of a group that a stage has, in order.
+        """Return a group's layer slots in one stage, in order.
 
-        A single stage also has the unused slots, which give the units of all groups one size.
+        If the model has only one stage, the result includes the unused slots. Unused slots pad the
+        group's units to the size that all groups share.
         """
         if self.num_stages == 1:
             return range(group.num_places)

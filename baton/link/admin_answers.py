@@ -1,7 +1,7 @@
 """AdminAnswers: a node's answers to operators' questions, over its link to a router.
 
-An answer is sent in parts, and a part only when no event waits, so a large ledger delays no tokens.
-Each part is a message; all parts merged are the answer.
+An answer is sent in parts, and a part only when no event waits, so a large ledger does not delay
+any tokens. Each part is a message; all parts merged are the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.link.words import AdminCall, AdminReply, RequestError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 * 2**10  # approximate size
-MAX_PART_BYTES = 4 * 2**20  # most bytes that a router accepts in one message
+MAX_PART_BYTES = 4 * 2**20  # maximum number of bytes that a router accepts in one message
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_OPEN_CALLS = 8  # per router
 MAX_TIMEOUT_S = 120.0

@@ -25,7 +25,7 @@ class Drain:
     Attributes:
         state: state for the next beat.
         drained: event that is set during the state ``DRAINED``.
-        is_locked: whether `resume` does nothing, as the node could not serve.
+        is_locked: whether `resume` does nothing, because the node could not serve.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ MAX_LINK_MESSAGE_BYTES = 4 * 2**20
 MAX_LINK_DELTAS = 2**13
 # Limit when reading; a node that splits its steps never sends more.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
-MAX_PARTS = 2**18  # most tokens with logprobs, rows, or hashes in a message
+MAX_PARTS = 2**18  # maximum number of tokens with logprobs, rows, or hashes in a message
 # Messages with more logprobs are made in a thread, not on the node's event loop.
 MAX_LOGPROBS_HERE = 512
 # Other parts of a delta; all parts are counted before a message is read (`baton.wire.parts`).

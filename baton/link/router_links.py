@@ -99,7 +99,7 @@ class RouterLinks:
         return joined <= self._seers
 
     async def leave(self) -> None:
-        """End all links and the requests that came over them; make no link until `join`.
+        """End all links and the requests that came over them; do not make any link until `join`.
 
         Routers and peers take the node for gone.
         """

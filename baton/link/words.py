@@ -24,7 +24,7 @@ from baton.telemetry.spans import TraceContext
 # Version of the link's messages. A change that readers of the previous version would misread raises
 # it. Each end supports its own version and the previous one. New fields need no new version.
 PROTOCOL = 1
-FIRST_PROTOCOL = 1  # protocol version of peers that send no version
+FIRST_PROTOCOL = 1  # protocol version of peers that do not send any version
 REVISION = "revision"  # entry of ``compatibility`` that keeps revisions apart
 # Codes of a `RequestError` that are not gRPC's: no node is at fault, so try the request elsewhere.
 PREEMPTED, ADAPTER_MISSING = "PREEMPTED", "ADAPTER_MISSING"

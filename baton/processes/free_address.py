@@ -12,7 +12,7 @@ from baton.api.errors import BatonError
 # Ports below the ephemeral ones (from 32768 on Linux): another process might get an ephemeral port
 # by chance before the server listens.
 _PORTS = range(10_000, 30_000)
-_NUM_CLAIMS = 64  # most servers that have an address but do not listen yet
+_NUM_CLAIMS = 64  # maximum number of servers that have an address but do not listen yet
 
 # Not `random`: tests give it the same seed in all workers.
 _next_ports = deque(_PORTS)

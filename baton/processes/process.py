@@ -99,8 +99,8 @@ def end_dead(error: EngineDeadError) -> NoReturn:
 def end_within(timeout_s: float) -> None:
     """Let the kernel end this process after this time if it still runs; safe from any thread.
 
-    This needs no thread, descriptor, memory or interpreter of the process: SIGALRM ends it wherever
-    it hangs, but for uninterruptible system calls. A later call can only shorten the time.
+    The alarm needs no thread, descriptor, memory or interpreter of the process: SIGALRM ends it
+    wherever it hangs, but for uninterruptible system calls. A later call can only shorten the time.
     """
     left_s, _ = signal.getitimer(signal.ITIMER_REAL)
     if not left_s or timeout_s < left_s:

@@ -133,7 +133,8 @@ class ProgramTemplate:
         While the template exists, pages that a program has written to are in memory twice.
         Afterwards the template only reports how programs end, and `start` raises TemplateError.
         """
-        with self._lock, contextlib.suppress(OSError):  # a template that has ended holds no memory
+        # A template that has ended does not hold any memory
+        with self._lock, contextlib.suppress(OSError):
             if not self._has_released:
                 self._has_released = True
                 self._control.send(msgspec.json.encode(_Release()))
@@ -142,7 +143,7 @@ class ProgramTemplate:
         """Return how a program ended, or None if it still runs after the timeout.
 
         Args:
-            timeout_s: most seconds to wait; None: no limit.
+            timeout_s: maximum number of seconds to wait; None: no limit.
         """
         give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:

@@ -128,7 +128,8 @@ class WorkerProcesses:
         work: ``"module:function"`` that takes ``options`` and returns the function for the work.
         limits: limits of one piece of work.
         num_workers: number of worker processes, at least 2.
-        max_waiting: most pieces of work that wait; at most half of these are one caller's.
+        max_waiting: maximum number of pieces of work that wait; at most half of these are one
+            caller's.
         early: template forked for this work; None: start a new process.
     """
 

@@ -1,7 +1,7 @@
 """AccessLog: one log line for each request of a client, written when the request ends.
 
-A line holds no secrets, and only the request id from the client's input; callers are named by their
-keys. Unauthenticated calls are only in the audit log.
+A line does not hold secrets, and only the request id from the client's input; callers are named
+by their keys. Unauthenticated calls are only in the audit log.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
 _UNKNOWN_METHOD = "of this name"  # replaces the caller's method name, which may not be UTF-8
-# Most bytes of a message for health checks or reflection; such messages hold service names.
+# Maximum number of bytes of a message for health checks or reflection; such messages hold service
+# names.
 MAX_OPEN_BYTES = 2**16
 _NOT_TOLD = ("prompt",)  # fields with clients' texts, left out of the audit log
 
@@ -84,7 +85,8 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         access: decides who may call.
         anybody: principal of callers without credentials; see `Access.principal_of`.
         stall_timeout_s: ends a stream whose client reads nothing for this long.
-        check_load: raises if the server accepts no requests; called before a message is read.
+        check_load: raises if the server does not accept requests; called before a message is
+            read.
         access_log: logs clients' calls.
         tracing: decides which calls are traced; None: no calls.
     """
@@ -252,7 +254,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _open(handler: Handler) -> Handler:
-    """Wrap the handler of an open method, so that unreadable messages leave no log entries."""
+    """Wrap the handler of an open method, so that unreadable messages are not logged."""
     answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler

@@ -12,8 +12,9 @@ class ConnectionLimits:
     """Limits of a listener's connections.
 
     Attributes:
-        max_connections: most open connections.
-        max_connections_per_address: most open connections from one address, perhaps a proxy's.
+        max_connections: maximum number of open connections.
+        max_connections_per_address: maximum number of open connections from one address, perhaps a
+            proxy's.
         header_timeout_s: time from the start of a connection to its first request's headers, TLS
             included.
         idle_timeout_s: time from a response to the next request's headers.
@@ -37,7 +38,7 @@ class RpcLimits:
     """Limits of the connections to a gRPC server.
 
     Attributes:
-        max_connections: most open connections; further ones are closed at once.
+        max_connections: maximum number of open connections; further ones are closed at once.
         handshake_timeout_s: time to set up a connection, TLS included.
         idle_timeout_s: a connection without calls is closed after this time; clients reconnect.
         stall_timeout_s: ends a stream whose client reads nothing for this long.

@@ -37,11 +37,12 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
 _MAPPED = "::ffff:"  # prefix of an IPv4 peer's address on a dual-stack socket
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100  # seconds between two lines about an address; most addresses
-# Most bytes read from a connection at a time. asyncio's own 256 KiB would block the loop for half a
-# second if they came as chunks of one byte.
+# Seconds between two lines about an address; maximum number of addresses
+_TELL_AGAIN_S, _MAX_TOLD = 60.0, 100
+# Maximum number of bytes read from a connection at a time. asyncio's own 256 KiB would block the
+# loop for half a second if they came as chunks of one byte.
 _READ_BYTES = 2**14
-_MAX_LOOKED_AT = 64  # most connections examined to choose one to close
+_MAX_LOOKED_AT = 64  # maximum number of connections examined to choose one to close
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -92,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
             self.end()
-            self.inner = asyncio.Protocol()  # serves nothing, as the connection is aborted
+            self.inner = asyncio.Protocol()  # serves nothing, because the connection is aborted
             self._transport.abort()
         self.inner.connection_made(transport)
 

@@ -49,7 +49,7 @@ _KINDS: dict[str, type[BatonError]] = {
     "ENGINE_DEAD": EngineDeadError,
 }
 _INVALID_REQUEST = "INVALID_REQUEST"
-_MAX_DIGITS = 40  # most digits of either number in untrusted metadata
+_MAX_DIGITS = 40  # maximum number of digits of either number in untrusted metadata
 _REASONS = {kind: reason for reason, kind in _KINDS.items()} | {
     InvalidRequestError: _INVALID_REQUEST
 }

@@ -15,15 +15,17 @@ from typing import Any
 
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 
-# Most calls whose messages of up to 8 MiB each are read at the same time. Messages of further calls
-# stay with the client until another message has arrived.
+# Maximum number of calls whose messages of up to 8 MiB each are read at the same time. Messages of
+# further calls stay with the client until another message has arrived.
 MAX_COMING = 32
-# Most calls that wait for their turn. Each takes 25 KiB and several times the size of its headers.
+# Maximum number of calls that wait for their turn. Each takes 25 KiB and several times the size of
+# its headers.
 MAX_WAITING = 1024
 # Time for 8 MiB at 64 KiB/s, HTTP's slowest allowed rate.
 MESSAGE_TIMEOUT_S = 138.0
-MAX_STREAMS = 512  # most health watches per caller
-MAX_MESSAGE_STREAMS = 32  # most streams per caller with messages from it, such as reflection
+MAX_STREAMS = 512  # maximum number of health watches per caller
+# Maximum number of streams per caller with messages from it, such as reflection
+MAX_MESSAGE_STREAMS = 32
 
 
 class _Caller:

@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 * 2**20
 # A client's message grows on its way to a node, because text becomes token ids.
 MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
-MAX_STREAMS = 2048  # most concurrent calls per connection
+MAX_STREAMS = 2048  # maximum number of concurrent calls per connection
 # The same limit for servers with few callers; a call takes 25 to 40 KiB while its answer is unread.
 FEW_STREAMS = 64
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A machine that vanishes closes no connection, so pings check it while a call is open.
+    # A machine that vanishes does not close any connection, so pings check it while a call is open.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
@@ -56,7 +56,8 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Most calls that wait to be accepted; gRPC drops further ones as CANCELLED without a reason.
+    # Maximum number of calls that wait to be accepted; gRPC drops further ones as CANCELLED without
+    # a reason.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
     # A few compressed kilobytes could become megabytes, and many messages gigabytes.
@@ -102,7 +103,7 @@ class RpcServer:
         tls: the server's certificates; None: no TLS.
         require_client_certs: whether clients need a certificate of a CA in ``tls``; if not, the
             server asks clients for no certificate.
-        max_streams: most concurrent calls per connection.
+        max_streams: maximum number of concurrent calls per connection.
     """
 
     def __init__(
@@ -139,7 +140,8 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._service_names = [service.full_name for service in services]
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # lazy there
+        # Type: ignore[attr-defined]  # lazy there
+        servicer = reflection.aio.ReflectionServicer(names)
         _add_reflection(servicer, self._server)
 
     async def start(self, listen: str) -> str:

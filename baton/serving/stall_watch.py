@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """End a call if its client reads no message for 1 to 1.5 times the timeout.
+    """End a call if its client does not read any message for 1 to 1.5 times the timeout.
 
     Belongs to the task that creates it.
 

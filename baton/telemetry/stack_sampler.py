@@ -1,7 +1,7 @@
 """Stack sampler: finds out where a running thread spends its time.
 
-Every few milliseconds the sampler reads the thread's Python stack, which costs little. It does not
-see C code; time in C code counts for the Python function that called it.
+Every few milliseconds the sampler reads the thread's Python stack, which costs little. The sampler
+does not see C code; time in C code counts for the Python function that called it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class ArchitectureContract:
     """The suite of an architecture, run with one of its checkpoints.
 
     Attributes:
-        model: a model folder; small, as it is loaded several times.
+        model: a model folder; small, because it is loaded several times.
         prompts: prompts as token ids.
     """
 

@@ -18,7 +18,7 @@ Joined = list[tuple[str, str]]  # (kind, text), neighbours of one kind joined
 
 
 def join_parts(parts: Iterable[Part]) -> Joined:
-    """Join neighbouring parts of one kind; ids of calls are left out, as they are random."""
+    """Join neighbouring parts of one kind; ids of calls are left out, because they are random."""
     joined: Joined = []
     for part in parts:
         match part:

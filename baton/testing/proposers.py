@@ -1,4 +1,4 @@
-"""The contract of proposers: right or wrong, their drafts change no token."""
+"""The contract of proposers: right or wrong, their drafts do not change any token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ProposerContract:
 
     Attributes:
         method: the proposer's name.
-        model: a model folder or hub id; small, as each test loads it.
+        model: a model folder or hub id; small, because each test loads it.
         prompts: prompts as token ids.
         options: further engine options.
     """

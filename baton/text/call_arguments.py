@@ -1,7 +1,7 @@
 """Call arguments: turn the argument text that a model wrote into an object for templates.
 
 Clients send back calls unchanged, so a conversation may contain calls that ``max_tokens`` cut or a
-model wrote wrongly. Such texts are no errors here.
+model wrote wrongly. Cut or wrong calls are not errors here.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from baton.api.printable import printable
 DEFAULT, TOOL_USE = "default", "tool_use"
 # The largest known templates have 20 kB.
 MAX_TEMPLATE_BYTES = 2**20
-_MAX_SHOWN_CHARS = 500  # most characters of Jinja's message about a broken template
+_MAX_SHOWN_CHARS = 500  # maximum number of characters of Jinja's message about a broken template
 # Errors that Python raises for code that is nested too deeply, such as twenty-one loops.
 _NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -48,7 +48,7 @@ _NOT_RENDERED = (
 
 
 class ChatTemplate:
-    """The templates of one checkpoint by name; most checkpoints have one.
+    """The templates of one checkpoint by name; maximum number of checkpoints have one.
 
     Args:
         sources: template texts by name; `DEFAULT` for chats, `TOOL_USE` for chats with tools.

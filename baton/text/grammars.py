@@ -24,7 +24,8 @@ from baton.text.schemas.repairs import enforceable_schema
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Most rules: more make the conversion from GBNF slow. Grammars of SQL or C have a few hundred.
+# Maximum number of rules: more make the conversion from GBNF slow. Grammars of SQL or C have a few
+# hundred.
 MAX_RULES = 1000
 # Possessive quantifiers keep matching linear even for texts of blanks or one long name.
 _RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
@@ -41,7 +42,7 @@ _JSON_DEFAULTS: JsonCompileOptions = {
 def parser_limits() -> LLParserLimits:
     """Return limits of the cost of one output step: some milliseconds and megabytes.
 
-    They do not limit the cost of compiling.
+    The limits do not bound the cost of compiling.
     """
     return LLParserLimits(
         initial_lexer_fuel=300_000,

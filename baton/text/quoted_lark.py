@@ -78,7 +78,7 @@ _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z]\w*>|(?P<flags>[a-z]*(?:-[a-z]+)?)(?P
 MAX_CHARS = 16_384  # longest grammar; converting it takes some hundredths of a second
 _KINDS = ("string", "regex", "range")  # kinds of tokens that match texts
 _SKIP = "quoted-skip"  # name of the rule for texts that are ignored
-_MAX_HEAD_TOKENS = 64  # most tokens of a definition before its colon
+_MAX_HEAD_TOKENS = 64  # maximum number of tokens of a definition before its colon
 _IGNORE, _COLON = ("directive", "%ignore"), ("other", ":")
 _STRINGS = re.compile(r'"((?:\\.|[^"\\])*)"')
 

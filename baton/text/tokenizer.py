@@ -24,7 +24,7 @@ from baton.text.detokenizer import Detokenizer
 from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
 from baton.text.tool_prompt import with_one_system_turn, with_tools
 
-# Most characters that normalization (Unicode's NFC or NFKC) may turn into one.
+# Maximum number of characters that normalization (Unicode's NFC or NFKC) may turn into one.
 _MAX_SHRINKAGE = 4
 _MAX_TOKEN_ID = 2**24
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
@@ -39,7 +39,7 @@ class Tokenizer:
     Attributes:
         folder, template_file: the arguments, unchanged.
         chat_template: template for conversations, or None.
-        longest_token_chars: most characters of a text that one token can cover.
+        longest_token_chars: maximum number of characters of a text that one token can cover.
         special_token_ids: tokens that `decode` leaves out by default.
         takes_tools: whether the chat template uses tools.
     """
@@ -181,7 +181,8 @@ class Tokenizer:
     ) -> str:
         """Return the text that `encode_chat` tokenizes; raises the same errors.
 
-        If the template knows no tools, they are put into messages (`baton/text/tool_prompt.py`).
+        If the template does not know tools, they are put into messages
+        (`baton/text/tool_prompt.py`).
         """
         chosen = self.chat_template
         if template is not None:
@@ -200,7 +201,8 @@ class Tokenizer:
         try:
             return chosen.render(with_tools(messages, tools), options=template_options)
         except InvalidRequestError:
-            # Some templates accept no system message; a client that sent one gets the error.
+            # Some templates do not accept any system message; a client that sent one gets the
+            # error.
             if messages and messages[0].get("role") == "system":
                 raise
         told = with_tools(messages, tools, in_system_message=False)

@@ -41,7 +41,7 @@ from benchmarks.runner.run import Document, Run
 BATCHES = (1, 32, 256)
 CONTEXT = 1000  # context tokens of each request
 WARM_UP_STEPS, STEPS = 20, 100
-# Shape of Qwen3-0.6B. Depth and vocabulary are smaller, which changes no figure.
+# Shape of Qwen3-0.6B. Depth and vocabulary are smaller, which does not change any figure.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
 SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
 CHUNK = 128  # tokens per chunk of a prompt

@@ -3,8 +3,9 @@
 Qwen3-0.6B's shape, random weights in bfloat16, and an adapter of each rank on all linear layers.
 Base and adapters take turns in one process, so that both have the same machine; the median of the
 rounds' ratios counts. With `--peers llamacpp`, llama.cpp reads the same weights and adapters as
-GGUF files. Its server computes requests of different adapters one adapter after another, and so
-does this comparison (adapters_llamacpp.py). served/served_adapters.py measures serving over HTTP.
+GGUF files. llama.cpp's server computes requests of different adapters one adapter after another,
+and so does this comparison (adapters_llamacpp.py). served/served_adapters.py measures serving over
+HTTP.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def make_adapter(folder: Path, shape: Mapping[str, Any], rank: int) -> None:
 
 
 def rate_of(generate: Generate, case: str, num_tokens: int, *, adapted: bool) -> float:
-    """Return tokens per second of a case's prompts, or of its decodes."""
+    """Return the tokens per second of one case.
+
+    For ``PREFILL`` prompt tokens are counted, for the other cases output tokens.
+    """
     num_requests, length = SIZES[case]
     draw = random.Random(case)
     prompts = [draw.choices(range(1000), k=length) for _ in range(num_requests)]

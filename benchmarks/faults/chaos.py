@@ -1,10 +1,10 @@
 """Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
 
-A router, two prefill and two decode nodes with NIXL run on this machine. They serve the demo model
-to a continuous load with known answers. Half of the requests ask for one of two LoRA adapters; an
-operator also loads a third adapter, which needs a slot of these two. After each drill, every
-request must have ended, no token may be wrong, every block of every node must be free, and only
-killed processes may have ended. Arrows have their numbers from docs/protocol/README.md.
+A router, two prefill and two decode nodes with NIXL run on this machine. The nodes serve the demo
+model to a continuous load with known answers. Half of the requests ask for one of two LoRA
+adapters; an operator also loads a third adapter, which needs a slot of these two. After each drill,
+every request must have ended, no token may be wrong, every block of every node must be free, and
+only killed processes may have ended. Arrows have their numbers from docs/protocol/README.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Kill nodes, cut links and stop processes under load: harmless requests must all succeed.
 
-A router, two prefill and two decode nodes with NIXL run on this machine. They serve the demo model
-to requests with known answers; every request must complete with the right tokens. A killer request
-(`--inject-faults poison=`) kills each node that computes it; the router must refuse the killer
-after at most two nodes. `innocents_virtual.py` runs these drills on simulated nodes, with many
-seeds.
+A router, two prefill and two decode nodes with NIXL run on this machine. The nodes serve the demo
+model to requests with known answers; every request must complete with the right tokens. A killer
+request (`--inject-faults poison=`) kills each node that computes it; the router must refuse the
+killer after at most two nodes. `innocents_virtual.py` runs these drills on simulated nodes, with
+many seeds.
 """
 
 from __future__ import annotations

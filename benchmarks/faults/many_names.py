@@ -48,7 +48,7 @@ from benchmarks.runner.run import Document, Run
 
 LIVE, GONE = "live", "gone"  # names that are switched and unloaded
 NUM_LOAD = 24  # questions that the load repeats; the others belong to one switch each
-SPARE = 1.25  # factor of questions to draw, as versions may agree on some
+SPARE = 1.25  # factor of questions to draw, because versions may agree on some
 # Nodes to kill, two of each base model: demo has p0, d0 and d1; tuned has p1, d2 and d3.
 VICTIMS = ("d0", "p1", "d2", "p0")
 NODES_OF_TUNED = ("p1", "d2", "d3")

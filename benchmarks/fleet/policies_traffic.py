@@ -111,7 +111,7 @@ def load_of(trace: list[TraceRequest], num_nodes: int, timing: TimingModel) -> f
 
 
 def prefill_work_s(trace: list[TraceRequest], timing: TimingModel) -> list[float]:
-    """Return a prefill node's seconds for each request, if each block is computed once."""
+    """Return the seconds of a prefill node for each request, if each block is computed once."""
     known: set[int] = set()
     work_s = []
     for request in trace:
@@ -127,7 +127,10 @@ def prefill_work_s(trace: list[TraceRequest], timing: TimingModel) -> list[float
 
 
 def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
-    """Return a decode node's seconds, with batches as large as memory and time per token allow."""
+    """Return the seconds that one decode node needs for the outputs of a trace.
+
+    Batches are as large as the node's memory and the limit on the time per token allow.
+    """
     num_outputs = sum(request.output_length for request in trace)
     num_kv_steps = sum(
         (request.input_length + request.output_length / 2) * request.output_length

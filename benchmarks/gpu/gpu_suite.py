@@ -18,11 +18,11 @@
 The most important parts come first. Each part may use its own share of the time and what earlier
 parts left over, but not the shares of later parts, so every part is started.
 
-Each part is a process with a time limit, so that a crash, a hang or a broken device costs no other
-part; figures found before are kept. A part with missing packages names them ("not run") and never
-passes. `--device cpu` tries the suite on tiny shapes and writes nothing unless `--out` is given.
-Starting needs only torch; tools/gpu_wheelhouse.sh brings the parts' packages to machines without a
-package index.
+Each part is a process with a time limit, so that a crash, a hang or a broken device does not end
+other parts; figures found before are kept. A part with missing packages names them ("not run") and
+never passes. `--device cpu` tries the suite on tiny shapes and writes nothing unless `--out` is
+given. Starting needs only torch; tools/gpu_wheelhouse.sh brings the parts' packages to machines
+without a package index.
 """
 
 from __future__ import annotations

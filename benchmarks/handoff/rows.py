@@ -6,7 +6,7 @@ from benchmarks.page.measures import at, number, ratio, value
 from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 LENGTHS = (256, 1024, 4096, 16384)
-FLAT = 2.0  # most growth of the time while the bytes grow 64 times
+FLAT = 2.0  # maximum growth of the time while the bytes grow 64 times
 SPEED = (".2f", " GB/s")
 MILLISECONDS = (".2f", " ms")
 _PUSH, _AMONG = "push > modes > 16384 tokens > layers", "push > among_32_decoding"

@@ -59,7 +59,7 @@ HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
 HEAD_DIM, BLOCK_SIZE = 128, 16
-# Bytes that exceed an H200's cache of 60 MB; most bytes of keys and values per cell.
+# Bytes that exceed an H200's cache of 60 MB; maximum number of bytes of keys and values per cell.
 COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
 # Both sides round weights and results to bfloat16, each time by up to 2^-9.
 ATOL, RTOL = 2e-2, 2e-2

@@ -63,7 +63,10 @@ Subject = Callable[[int], object]  # takes the number of the repetition
 
 
 def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, float]:
-    """Return the lower quartile of each function's seconds, as other processes only add time."""
+    """Return the lower quartile of the seconds that each function took.
+
+    Other processes only add time, so the lower quartile is nearer to the true time than the mean.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for repetition in range(-1, repetitions):
         for name, subject in subjects.items():

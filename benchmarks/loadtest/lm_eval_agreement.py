@@ -49,7 +49,7 @@ def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
 
 
 def through_baton(python: Path, gguf: str) -> dict[str, Any]:
-    """Evaluate a router, a prefill node, and a decode node that computes no prompts."""
+    """Evaluate a router, a prefill node, and a decode node that does not compute prompts."""
     with deployed(
         gguf,
         with_http=True,

@@ -81,7 +81,7 @@ def _git_revision() -> str:
     """Return the short revision, with ``+`` if tracked files that affect results changed."""
     try:
         revision = _git("rev-parse", "--short", "HEAD")
-        # paths of files that change no result
+        # paths of files that do not change any result
         apart = (":!tests", ":!docs", ":!benchmarks/results")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", *apart)
     except (OSError, subprocess.CalledProcessError):

@@ -5,8 +5,8 @@
 Each system is a folder with Debian's files, which mmdebstrap makes. The quickstart's commands
 install the wheel there, with what it requires. `baton up` then runs in namespaces of its own: no
 network but loopback, no other processes. Needs root, `apt install mmdebstrap qemu-user-static`, and
-uv's programs in PATH. Counts seconds on a machine that may do much else, and bytes on disk. A
-system is removed after its run.
+uv's programs in PATH. The benchmark measures seconds and bytes on disk. The seconds are a rough
+guide, because other programs may run on the machine. A system is removed after its run.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def run_site(
             *("--no-local-prefill", "--served-model-name", BASE),
             *(*where, *of_names, *router_args),
         ),
-        # A node keeps no numbers of adapters that have left, so a miss reads files.
+        # A node does not keep any numbers of adapters that have left, so a miss reads files.
         node_args=(*where, "--max-adapters", str(slots), "--adapter-cache", "1"),
         **options,
     ) as deployment:

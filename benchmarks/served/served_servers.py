@@ -53,9 +53,10 @@ class Job:
         address: host:port to serve HTTP on.
         cores: all cores that the server may use.
         gguf: the GGUF file to serve; None: the checkpoint in ``folder``.
-        max_model_len: most tokens of a prompt and its output.
-        num_slots: most requests at a time, for servers that must be told.
-        slot_tokens: most tokens of a prompt and its output, for servers with memory per slot.
+        max_model_len: maximum number of tokens of a prompt and its output.
+        num_slots: maximum number of requests at a time, for servers that must be told.
+        slot_tokens: maximum number of tokens of a prompt and its output, for servers with memory
+            per slot.
     """
 
     folder: Path

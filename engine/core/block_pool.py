@@ -6,8 +6,8 @@ sentinels, so that any of them can be taken out in O(1):
     head <-> newest blank <-> ... <-> oldest cached <-> ... <-> newest cached <-> tail
 
 Blocks are allocated from the head on. Blank blocks have no cached content. The newest blank block
-goes first, as it is warmest in the CPU's caches. Never-used blocks join the list only when too few
-are blank, because new memory must be cleared first.
+goes first, because it is warmest in the CPU's caches. Never-used blocks join the list only when too
+few are blank, because new memory must be cleared first.
 
 A free block keeps its content and its hash until it is allocated again, so that a later request
 with the same prefix can take it back (`touch`).
@@ -393,7 +393,7 @@ class BlockPool:
             self._events.append(BlocksStored(tuple(hashes), parent))
 
     def _forget(self, block: KVCacheBlock) -> None:
-        """Remove a block's content from the index, as the block is about to be overwritten."""
+        """Remove a block's content from the index, because the block is about to be overwritten."""
         block_hash, silent = block.block_hash, block.silent
         assert block_hash is not None
         block.block_hash, block.silent = None, False
@@ -408,7 +408,10 @@ class BlockPool:
 
 
 def window_size(num_blocks: int) -> int:
-    """Return how many of the first free blocks extents are chosen among."""
+    """Return the size of the window: how many blocks at the head of the free list are searched.
+
+    The pool chooses extents of ``num_blocks`` blocks from this window.
+    """
     return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 

@@ -26,7 +26,7 @@ ALL = sys.maxsize
 # A request is READ if the drafter drafts for it, else UNREAD. Without a drafter with KV, all are
 # READ.
 READ, UNREAD = 0, 1
-# Most processor time per step for grammar masks after drafts, in seconds; all requests wait for
+# Maximum processor time per step for grammar masks after drafts, in seconds; all requests wait for
 # these masks.
 _MAX_MASKS_S = 0.01
 
@@ -46,7 +46,7 @@ class DraftPolicy(Protocol):
         """Return how many drafts the next step is to make after each sampled token.
 
         Args:
-            num_rows: most requests in the next step.
+            num_rows: maximum number of requests in the next step.
             can_draft: returns whether drafts can be made for any running request.
         """
 
@@ -58,7 +58,7 @@ class Drafts:
     """Drafts of one scheduler's requests.
 
     Args:
-        long_prefill_token_threshold: most tokens of one request in a step.
+        long_prefill_token_threshold: maximum number of tokens of one request in a step.
         policy: decides how many drafts pay; None: there are no drafts.
 
     Attributes:
@@ -93,7 +93,7 @@ class Drafts:
         Call this before the step's requests are chosen.
 
         Args:
-            num_rows: most requests in the step.
+            num_rows: maximum number of requests in the step.
         """
         assert self._policy is not None
         self._num_to_draft = self._policy.num_to_draft(
@@ -103,7 +103,7 @@ class Drafts:
 
     def start(self, request: Request) -> None:
         """Decide whether the drafter reads a request that starts in this step."""
-        if request.pooling is not None:  # the only output token follows no draft
+        if request.pooling is not None:  # the only output token does not follow any draft
             request.cache_class = UNREAD
             return
         # A prefill node gives each request a limit of one token. The decode node makes drafts for
@@ -143,7 +143,8 @@ class Drafts:
         Enough means that every request of the step can still get a block for its next token. No
         block is needed after the last token of an output.
 
-        Returns the number of drafts per request; 0 if the drafter reads no request of the step.
+        Returns the number of drafts per request; 0 if the drafter does not read any request of the
+        step.
         """
         manager, num_drafts = self._manager, self._num_to_draft
         if not num_drafts or not any(is_drafted_for(item.request) for item in scheduled):
@@ -200,7 +201,7 @@ class Drafts:
     ) -> RequestStatus | None:
         """Add the tokens that a step with drafts sampled, up to the token that ends the output.
 
-        Accepted drafts count as computed, as their KV is in the cache.
+        Accepted drafts count as computed, because their KV is in the cache.
 
         Returns the final status, if the output ends (see `Request.append`).
         """

@@ -22,9 +22,9 @@ from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 
-# Longest mean processor time of a grammar's masks, in seconds; a slower grammar's request fails, as
-# all requests share the processors. Masks take 0.01 to a few milliseconds, but some grammars slow
-# down as the output grows. Time spent waiting for a busy processor does not count.
+# Longest mean processor time of a grammar's masks, in seconds; the request of a slower grammar
+# fails, because all requests share the processors. Masks take 0.01 to a few milliseconds, but some
+# grammars slow down as the output grows. Time spent waiting for a busy processor does not count.
 _MAX_MEAN_S = 0.005
 # Additional processor time, in seconds, for work done once, such as the first masks.
 _MAX_EXTRA_S = 0.2

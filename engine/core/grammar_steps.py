@@ -1,7 +1,7 @@
 """GrammarSteps: lets requests with grammars sample once their masks are ready.
 
-A mask has the tokens that a grammar allows next. It follows from the output's last token, so it is
-computed between two steps; a request whose mask is late is left out of a step.
+A mask has the tokens that a grammar allows next. A mask follows from the output's last token, so it
+is computed between two steps; a request whose mask is late is left out of a step.
 
 Refuses to know: how masks are computed, which requests have room in a step.
 """
@@ -89,7 +89,7 @@ class GrammarSteps:
         return True
 
     def wait_for_any(self) -> None:
-        """Wait some milliseconds for a mask, as no running request has one."""
+        """Wait some milliseconds for a mask, because no running request has one."""
         self.awaits_masks = True
         self.masks.wait_for_any()
 

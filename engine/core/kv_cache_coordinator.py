@@ -91,7 +91,7 @@ class KVCacheCoordinator:
     ) -> None:
         """Cache full, committed blocks in each group, except blocks that slid out of the window.
 
-        Only group 0's hashes go into the pool's events, as a router looks for whole prefixes.
+        Only group 0's hashes go into the pool's events, because a router looks for whole prefixes.
 
         Args:
             block_ids: one request's blocks, interleaved over groups.

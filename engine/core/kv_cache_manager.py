@@ -87,8 +87,9 @@ class KVCacheManager:
     def find_cached_blocks(self, request: Request) -> list[int]:
         """Return the blocks of a request's longest cached prefix, without taking references.
 
-        The prefix never includes the last known token, which must be computed for its logits. It is
-        empty for prompt logprobs and some poolings, which need hidden states of the whole prompt.
+        The prefix never includes the last known token, which must be computed for its logits. The
+        prefix is empty for prompt logprobs and some poolings, which need hidden states of the whole
+        prompt.
         """
         if request.needs_all_rows:
             return []
@@ -98,7 +99,7 @@ class KVCacheManager:
         """Return how many tokens of a new request would be found in the prefix cache now.
 
         The last token must be computed for its logits and is not counted, unlike in
-        `find_initial_prefix`. Layers with a window count little, as only one window is cached.
+        `find_initial_prefix`. Layers with a window count little, because only one window is cached.
         """
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
@@ -212,7 +213,8 @@ class KVCacheManager:
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
         """Give a request without blocks its cached prefix, and blocks for the rest.
 
-        The prefix may include the last initial token, as the remote node samples the next token.
+        The prefix may include the last initial token, because the remote node samples the next
+        token.
 
         Args:
             num_tokens: tokens to have room for, at least all initial tokens. Blocks that slide out

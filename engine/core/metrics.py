@@ -15,7 +15,8 @@ from baton.kv.residency import BlockResidency
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 
-# Requests are counted by the sign of their priority, as there are too many priorities for labels.
+# Requests are counted by the sign of their priority, because there are too many priorities for
+# labels.
 PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
 # Upper bounds of the buckets of steps, by computed tokens; a last bucket counts larger steps.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -47,9 +48,9 @@ class EngineMetrics:
         blocks_free: free blocks, including those that keep a cached prefix.
         blocks_cached: different contents that the prefix cache can find.
         blocks_evicted_total: cached blocks that were evicted, to be allocated again.
-        blocks_used_peak: most blocks in use at a time.
+        blocks_used_peak: maximum number of blocks in use at a time.
         kv_slots_held: tokens that the blocks of open requests have room for.
-        kv_slots_unfilled: token slots among these that hold no known token.
+        kv_slots_unfilled: token slots among these that do not hold any known token.
         residency: how long blocks kept their cached contents.
         received_prompt_tokens_total: prompt tokens whose KV a remote node wrote.
         step_tokens_total: tokens that steps computed, of prompts and outputs.

@@ -176,8 +176,8 @@ class Request:
         """Make a request from a user's prompt and parameters.
 
         Args:
-            max_tokens: most new tokens, if fewer than ``sampling_params`` allows; a prefill node
-                gives 1.
+            max_tokens: maximum number of new tokens, if fewer than ``sampling_params`` allows; a
+                prefill node gives 1.
             output_token_ids: output tokens of earlier attempts, which the output continues.
             extra_keys: values that the KV depends on besides tokens and adapter.
             adapter: digest of a loaded adapter; empty: the base model.

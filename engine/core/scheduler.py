@@ -50,17 +50,18 @@ class Scheduler:
 
     Args:
         kv_cache_manager: allocates and frees blocks.
-        max_num_requests: most requests in a step.
-        max_num_batched_tokens: most tokens in a step.
-        long_prefill_token_threshold: most tokens of one request in a step.
-        prefill_tokens_beside_decodes: most prompt tokens in a step that also decodes, or that runs
-            while a parked request waits for a remote node's KV.
+        max_num_requests: maximum number of requests in a step.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        long_prefill_token_threshold: maximum number of tokens of one request in a step.
+        prefill_tokens_beside_decodes: maximum number of prompt tokens in a step that also decodes,
+            or that runs while a parked request waits for a remote node's KV.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         by_priority: whether requests run in order of priority; otherwise in order of arrival.
         drafting: decides how many drafts pay; None: there are no drafts.
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
-        encoder_cache_tokens: most tokens of all image encodings that the workers cache.
-        max_num_encoder_input_tokens: most tokens of the images that one step encodes.
+        encoder_cache_tokens: maximum number of tokens of all image encodings that the workers
+            cache.
+        max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
         num_stages: pipeline stages, and so most steps in flight. With several, running requests
             are divided into as many micro-batches (ADR 0107).
         keeps_images_whole: whether one step computes all tokens of an image, as these see each
@@ -295,8 +296,8 @@ class Scheduler:
         running steps write into its blocks: if memory is short, nothing is scheduled.
 
         Args:
-            num_beside_decodes: most prompt tokens if a request decodes, in addition to the
-                scheduler's own limit.
+            num_beside_decodes: maximum number of prompt tokens if a request decodes, in addition to
+                the scheduler's own limit.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
@@ -340,8 +341,8 @@ class Scheduler:
         """Return a step scheduled ahead, without requests whose grammar masks are not ready.
 
         The previous step has ended since the scheduling, and its sampled tokens need new masks.
-        Prompt chunks stay in the step, as hooks that push their blocks after each layer may already
-        exist.
+        Prompt chunks stay in the step, because hooks that push their blocks after each layer may
+        already exist.
         """
         self.grammars.masks.wait()
         return scheduled.without(self.grammars.lacks_mask)
@@ -358,7 +359,7 @@ class Scheduler:
         return plan, self.grammars.hooks(plan, scheduled.scheduled, after_layer)
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Count a step's tokens as in flight, as the step is about to be launched.
+        """Count a step's tokens as in flight, because the step is about to be launched.
 
         At most two steps are in flight, or as many as there are stages; each ends with `update`.
         """
@@ -485,7 +486,7 @@ class Scheduler:
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Start requests whose prompt KV has arrived.
 
-        They come first, as they already hold blocks.
+        They come first, because they already hold blocks.
         """
         while budget > 0 and len(self._running) < self._max_num_requests:
             request = self._room.peek_arrived()
@@ -587,7 +588,7 @@ class Scheduler:
         left = self._num_prefill_tokens_left
         size = min(missing, budget, self._long_prefill_token_threshold, left)
         size = self.images.limit(request, size, min(missing, budget))
-        if size == 1:  # `_add` does not count single tokens, as most of them are decodes
+        if size == 1:  # `_add` does not count single tokens, because most of them are decodes
             self._num_prefill_tokens_left -= 1
         return size
 

@@ -42,7 +42,7 @@ class Executor(Protocol):
         dtype: name of the weights' dtype.
         linear_weights: description of the linear layers' weights; engines with equal descriptions
             compute equal results.
-        max_model_len: most tokens of one request.
+        max_model_len: maximum number of tokens of one request.
         kv_memory: KV memory of the worker in this process.
         runs_ahead: whether a step may be submitted before the previous one has ended; `submit`
             then returns at once. With one pipeline stage, the new step may compute tokens that the

@@ -90,7 +90,7 @@ class ExternalLauncherExecutor(RanksExecutor):
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())
-        # kept open, as other ranks use both sockets while this rank lives
+        # kept open, because other ranks use both sockets while this rank lives
         self._stores = meeting, store
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)

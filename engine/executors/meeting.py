@@ -38,13 +38,14 @@ _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
-_MAX_UNKNOWN = 128  # most connections that have not sent a key yet, as each needs a thread
+# Maximum number of connections that have not sent a key yet, because each needs a thread
+_MAX_UNKNOWN = 128
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
-# Seconds without a message until a connection is given up: longer than a busy machine is silent.
-# `rank_watch` reports a stopped rank earlier.
+# A connection is given up after this many seconds without a message. A busy machine is never silent
+# for so long. `rank_watch` reports a stopped rank earlier.
 _SILENCE_S = 5.0
-# Keep-alive probes are needed: a lost machine closes no connection, its kernel only stops
+# Keep-alive probes are needed: a lost machine does not close any connection, its kernel only stops
 # answering.
 _USER_TIMEOUT_MS = 10_000
 
@@ -162,7 +163,7 @@ class Meeting:
             try:
                 link, _ = self._listener.accept()
             except OSError as error:
-                if error.errno not in _TRANSIENT:  # closed, as all ranks have connected
+                if error.errno not in _TRANSIENT:  # closed, because all ranks have connected
                     return
                 time.sleep(_BEAT_S)
                 continue

@@ -103,8 +103,8 @@ class OtherRanks:
     def answers(self, deadline: float) -> list[Any]:
         """Return the next answer of each rank; raise the exception of a rank, or TimeoutError.
 
-        An AdapterError is raised after all ranks have answered, as all ranks continue after this
-        error.
+        An AdapterError is raised after all ranks have answered, because all ranks continue after
+        this error.
         """
         values, problem = list[Any](), None
         for rank in self.ranks:
@@ -118,7 +118,7 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
-        """End the other ranks if the block raises, as they would wait for this rank forever."""
+        """End the other ranks if the block raises; they would wait for this rank forever."""
         try:
             yield
         except (CollectiveError, OSError) as error:
@@ -259,7 +259,7 @@ class RanksExecutor:
         return 0  # packing uses collective sums, which must not mix with a step's sums
 
     def keep_cores(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: ranks lend no cores to other nodes."""
+        """Do nothing: ranks do not lend cores to other nodes."""
         return contextlib.nullcontext()
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
@@ -269,10 +269,10 @@ class RanksExecutor:
         return {rank.rank: rank.beside for rank in self._others.ranks}
 
     def rest(self) -> None:
-        """Do nothing: ranks lend no cores to other nodes."""
+        """Do nothing: ranks do not lend cores to other nodes."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Return False, as ranks do not populate memory ahead."""
+        """Return False, because ranks do not populate memory ahead."""
         return False
 
     def check_health(self) -> None:

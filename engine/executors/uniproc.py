@@ -67,7 +67,7 @@ class UniprocExecutor:
         self.runs_ahead = worker.runs_ahead
         self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
         if self.thread is not None:
-            # started now, as the system may have no thread left later
+            # started now, because the system may have no thread left later
             self.thread.submit(int).result()
         self._failure: str | None = None
 

@@ -21,9 +21,9 @@ class ImageInputs:
         layout: the rule by which the model maps an image to tokens; None: the model takes no
             images.
         pixels: makes pixel values; None: the model takes no images.
-        most_tokens: most tokens of one image.
-        most_in_a_step: most tokens of an image that one step must compute; None: steps may cut
-            images.
+        most_tokens: maximum number of tokens of one image.
+        most_in_a_step: maximum number of tokens of an image that one step must compute; None: steps
+            may cut images.
 
     Attributes:
         layout: the argument, unchanged.
@@ -56,7 +56,7 @@ class ImageInputs:
         """Check a future request's images and return them; None: the prompt has none.
 
         Args:
-            need_files: whether images without files are refused, as they are encoded here.
+            need_files: whether images without files are refused, because they are encoded here.
 
         Raises InvalidRequestError.
         """

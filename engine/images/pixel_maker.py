@@ -32,7 +32,7 @@ LIMITS = WorkLimits(cpu_s=20.0, wall_s=60.0, memory_bytes=3 * 2**30)
 # No further prompt begins while the pixel values of open prompts, including those being made, take
 # this many bytes.
 MAX_OPEN_BYTES = 2**30
-# Most bytes of pixel values kept for later prompts with an equal image.
+# Maximum number of bytes of pixel values kept for later prompts with an equal image.
 MAX_KEPT_BYTES = 256 * 2**20
 PROCESSOR = "models.vision.preprocess:Preprocessor"
 _WORK = "engine.images.media_work:make_work"
@@ -64,7 +64,8 @@ class PixelMaker:
         self._waiting: deque[PromptImages] = deque()
         self._making: dict[bytes, list[PromptImages]] = {}  # waiting prompts, by digest
         self._num_tokens: dict[bytes, int] = {}  # of the images in `_making`
-        # most bytes of pixel values per token of an image so far; 0: no image was made yet
+        # maximum number of bytes of pixel values per token of an image so far; 0: no image was made
+        # yet
         self._bytes_per_token = 0.0
         self._gathered: dict[PromptImages, dict[bytes, ImagePixels]] = {}
         self._results: deque[tuple[bytes, Outcome]] = deque()  # written by the event loop's thread

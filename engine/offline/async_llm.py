@@ -57,8 +57,9 @@ U = TypeVar("U")
 
 ENGINE_THREAD = "engine"
 _POLL_S = 0.005
-# Most threads that wait for pooled requests. The event loop's default threads stay free: during a
-# sleep, all threads of this pool may wait, and the call that ends the sleep needs a thread, too.
+# Maximum number of threads that wait for pooled requests. The event loop's default threads stay
+# free: during a sleep, all threads of this pool may wait, and the call that ends the sleep needs a
+# thread, too.
 _POOL_THREADS = 64
 
 

@@ -109,7 +109,7 @@ def _sized_file(image: Any, field: str) -> SizedFile:
 
 
 def _png(image: Any, field: str) -> bytes:
-    """Return a Pillow image, or an array, as the bytes of a PNG file, which loses no pixel."""
+    """Return a Pillow image or an array as the bytes of a PNG file, which keeps every pixel."""
     from PIL import Image  # imported late, because the import is slow
 
     if not isinstance(image, Image.Image):

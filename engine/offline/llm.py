@@ -65,7 +65,7 @@ from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_CHARS = 256  # most characters of an adapter's name
+_MAX_NAME_CHARS = 256  # maximum number of characters of an adapter's name
 _POLL_S = 0.002
 
 Prompt = str | Sequence[int] | ImagePrompt
@@ -153,7 +153,7 @@ class LLM:
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             priority: order among requests, for all prompts or one per prompt: smaller goes first.
-                Needs ``scheduling_policy="priority"``. Priorities change no token.
+                Needs ``scheduling_policy="priority"``. Priorities do not change any token.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -240,7 +240,8 @@ class LLM:
             adapter: name of a loaded adapter.
 
         Raises:
-            InvalidRequestError: the model makes no embeddings, or an input is outside its limit.
+            InvalidRequestError: the model does not make embeddings, or an input is outside its
+                limit.
         """
         digest = self.adapter_digest(adapter)
         return self._pooling.embed(
@@ -264,7 +265,7 @@ class LLM:
             instruction: for rerankers, the task description; empty: the checkpoint's default.
 
         Raises:
-            InvalidRequestError: the model makes no scores, or a text is outside its limit.
+            InvalidRequestError: the model does not make scores, or a text is outside its limit.
         """
         pairs = pairs_of(queries, documents)
         digest = self.adapter_digest(adapter)

@@ -18,8 +18,8 @@ from torch import Tensor
 # Limits of the temperature, beyond which float32 overflows. Below the first limit, sampling is
 # greedy; above the second, all tokens are equally likely.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
-# Least top-p: a smaller value becomes 0 in float32 and keeps no token, while this value keeps the
-# best token.
+# Least top-p: a smaller value becomes 0 in float32 and does not keep any token, while this value
+# keeps the best token.
 LEAST_TOP_P = 1e-30
 
 # Arrays begin at multiples of this number of 4-byte words, as Triton compiles for aligned pointers.

@@ -61,8 +61,9 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one checkpoint, and caches results.
 
-    Tenants (`Request.extra_keys`) take turns and share no compiled grammars: otherwise a fast
-    answer would reveal another tenant's grammar, and one tenant's queue would delay the others.
+    Tenants (`Request.extra_keys`) take turns and do not share any compiled grammars: otherwise a
+    fast answer would reveal another tenant's grammar, and one tenant's queue would delay the
+    others.
 
     Only the engine's thread calls the methods; other threads compile.
 

@@ -14,10 +14,11 @@ import weakref
 from engine.core.grammar import GrammarState
 
 NUM_THREADS = 2
-# Most seconds per step that the engine's thread waits for the masks of the previous step.
+# Maximum number of seconds per step that the engine's thread waits for the masks of the previous
+# step.
 WAIT_S = 0.004
-# Most seconds that the engine's thread waits for masks, when nothing else can run, before it looks
-# for new requests.
+# Maximum number of seconds that the engine's thread waits for masks, when nothing else can run,
+# before it looks for new requests.
 IDLE_WAIT_S = 0.01
 # A grammar whose latest mask took less than `CHEAP_S` seconds gets its next mask on the engine's
 # thread, as starting another thread would take longer; at most `AT_ONCE_S` seconds per step are

@@ -71,7 +71,7 @@ def sample_with_rejection(
             draft_probabilities[place, : len(known)] = known[: target.shape[1]]
     chosen = keep_or_draw(target, draft_probabilities, drafts[rows], sampling.keys[rows])
     for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-        if token_ids[row] != NO_TOKEN:  # a row with NaN keeps no draft
+        if token_ids[row] != NO_TOKEN:  # a row with NaN does not keep any draft
             token_ids[row] = token_id
     return token_ids
 

@@ -115,8 +115,8 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """Choose tokens on the logits' device; copies all parameters there at once."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Dtypes up to float32 are not converted, as the kernel adds in another order for a converted
-    # row.
+    # Dtypes up to float32 are not converted, because the kernel adds in another order for a
+    # converted row.
     if logits.dtype == torch.float64:
         # A large penalty may give numbers beyond float32's range, which must not become infinity.
         logits = logits.clamp(max=torch.finfo(torch.float32).max).float()

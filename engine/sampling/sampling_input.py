@@ -69,7 +69,7 @@ class SamplingInput:
         request_ids: `[num_sampling]`; a request's tokens are adjacent.
         parameters: `[num_sampling]` of `PARAMETERS`.
         keys: `[num_sampling, 2]`, random words by seed and output position: the only source of
-            randomness. If all rows are greedy, keys may be stale, as they are not read.
+            randomness. If all rows are greedy, keys may be stale, because they are not read.
         adjusted: snapshots by row, for requests with penalties, biases or bans.
         draft_token_ids: `[num_sampling]`, the draft at the sampled token's position;
             `UNKNOWN_TOKEN` for a row without a draft. Empty: the step has no drafts.
@@ -113,5 +113,5 @@ class SamplingInput:
 
     @property
     def needs_host(self) -> bool:
-        """Return whether the host must sample, as the GPU kernel lacks a needed feature."""
+        """Return whether the host must sample, because the GPU kernel lacks a needed feature."""
         return bool(self.adjusted) or self.wants_logprobs

@@ -12,8 +12,8 @@ from engine.core.request import Request
 class Proposer(Protocol):
     """A source of drafts of requests' next tokens, owned by the engine's thread.
 
-    Wrong drafts change no output: a step samples the right token in a draft's place, and accepts
-    the draft only if both are equal (docs/speculation.md).
+    Wrong drafts do not change any output: a step samples the right token in a draft's place, and
+    accepts the draft only if both are equal (docs/speculation.md).
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -30,7 +30,7 @@ _PRIOR_WEIGHT = 2.0  # in a request's rate, all requests' rate counts like this 
 _FIRST_PRIOR = 0.7
 _FIRST_TRIED = 8  # first steps with drafts, which record tapes; their times are ignored
 TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
-TRY_AT_LEAST = 8192  # most steps without drafts before a trial
+TRY_AT_LEAST = 8192  # maximum number of steps without drafts before a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
 # Least gain in tokens per second that pays for drafts. Smaller gains are within noise, and requests
 # that finish early leave smaller batches.
@@ -127,7 +127,7 @@ class DraftingCosts:
         """Return the seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
 
         A number of drafts costs at most as much as any larger measured number, and at most in
-        proportion to any smaller one, as the first draft is the most expensive. So a number of
+        proportion to any smaller one, because the first draft is the most expensive. So a number of
         drafts whose time was measured in a slow moment, or before a tape was recorded, is tried
         again. All costs are 0 at first, so that drafts are tried.
         """
@@ -238,7 +238,7 @@ def choose_num_drafts(
 
     Args:
         num_rows: number of requests that continue.
-        most: most drafts per request.
+        most: maximum number of drafts per request.
         rate: acceptance rate of all requests (`Acceptance.rate`).
     """
     numbers = np.arange(most + 1)
@@ -258,8 +258,8 @@ def choose_num_drafts(
 class Trials:
     """Decides when to retry drafting after drafting stopped paying off, at growing intervals.
 
-    Trials may take only a small share of all time, as a drafter with many unread tokens may take as
-    long as many steps.
+    Trials may take only a small share of all time, because a drafter with many unread tokens may
+    take as long as many steps.
     """
 
     def __init__(self) -> None:

@@ -31,9 +31,9 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-# Most steps between choices while the number of requests stays equal.
+# Maximum number of steps between choices while the number of requests stays equal.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
-# steps without drafts that pay off, after which the drafter reads no new requests
+# steps without drafts that pay off, after which the drafter does not read any new requests
 _NONE_FOR_LONG = 64
 _LOOK_RARELY = 4  # when no drafts pay for long, one of this many updates is made
 _ONE_MORE_AFTER = 128  # steps with fewer than all drafts before one more is tried
@@ -50,7 +50,7 @@ class Speculation:
 
     Args:
         proposer: makes drafts.
-        num_drafts: most drafts of a request.
+        num_drafts: maximum number of drafts of a request.
         vocab_size: size of the model's vocabulary.
         adaptive: whether to leave out drafts that do not pay off.
         in_steps: whether workers make drafts within steps, which takes time.
@@ -93,7 +93,7 @@ class Speculation:
         If drafts do not pay off, some are still made as trials, at growing intervals.
 
         Args:
-            num_rows: most requests in the next step.
+            num_rows: maximum number of requests in the next step.
             can_draft: returns whether any running request can get drafts.
         """
         if not self.in_steps or not self._adaptive:
@@ -137,11 +137,11 @@ class Speculation:
         return self._num_steps_of_none > _NONE_FOR_LONG
 
     def num_to_read(self) -> int:
-        """Return how many of the requests that start now the drafter must read.
+        """Return how many of the newly started requests the drafter must read.
 
-        The drafter reads all requests, unless drafts have not paid off for long. Then the drafter
-        reads one request if a trial is due, else none. A request that is not read at its start gets
-        no drafts.
+        The drafter reads all of them, unless drafts have not paid off for a long time. Then the
+        drafter reads one request if a trial is due, and otherwise none. A request that the drafter
+        does not read at its start gets no drafts.
         """
         if not self.drafter_reads or not self._none_for_long:
             return ALL
@@ -262,7 +262,7 @@ class Speculation:
         }
 
     def _forget_ended(self, requests: Mapping[str, Request]) -> None:
-        """Drop ended requests' data from time to time, as most requests end without a call."""
+        """Drop ended requests' data from time to time, because most requests end without a call."""
         if max(len(self._known), len(self._proposed)) <= 2 * len(requests) + _SPARE:
             return
         for request_id, request in list(self._known.items()):

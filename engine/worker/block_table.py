@@ -21,7 +21,7 @@ class BlockTable:
 
     Args:
         max_num_requests: number of rows.
-        max_blocks: most blocks of one request.
+        max_blocks: maximum number of blocks of one request.
         block_size: tokens per block.
         group: index of the group, whose first block id has this index in the interleaved list.
         num_groups: number of groups of the KV cache.

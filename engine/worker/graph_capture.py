@@ -33,8 +33,8 @@ class CaptureError(Exception):
 def capture_stream(device_index: int) -> torch.cuda.Stream:
     """Return the stream on which all steps of a device are captured; lives as long as the process.
 
-    cuBLAS allocates a workspace for each stream it has used (32 MiB on Hopper) and keeps it. This
-    stream's workspace is allocated here, so that it is not counted as a graph's memory.
+    cuBLAS allocates a workspace for each stream it has used (32 MiB on Hopper) and keeps it. The
+    workspace of this stream is allocated here, so that it is not counted as a graph's memory.
     """
     stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

@@ -6,8 +6,8 @@ pinned buffer and copied at once, except the last tokens, which are on the devic
     source          | last_tokens by row ........ , spare | token_ids of this step .... |
     token_index       ^ sampled by the previous step        ^ known on the host
 
-After the step's requests, padding rows fill the captured size. They have no query and no KV slot,
-and their tokens are never read. Refuses to know: requests, models, graphs.
+After the step's requests, padding rows fill the captured size. Padding rows have no query and no KV
+slot, and their tokens are never read. Refuses to know: requests, models, graphs.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class GraphInputs:
     Args:
         sizes: captured numbers of requests, ascending.
         num_rows: rows of the input batch; ``last_tokens`` has a spare row that is never read.
-        max_blocks: most blocks of one request in one group.
+        max_blocks: maximum number of blocks of one request in one group.
         num_groups: number of groups of the KV cache.
-        max_seq_len: most tokens of one request.
+        max_seq_len: maximum number of tokens of one request.
         device: device of the model.
-        num_steps: most steps in flight; each has a staging buffer of its own.
+        num_steps: maximum number of steps in flight; each has a staging buffer of its own.
     """
 
     def __init__(

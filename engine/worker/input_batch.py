@@ -29,30 +29,30 @@ from engine.worker.inputs.three_axes import RotaryPositions
 class InputBatch:
     """Persistent host buffers (pinned with a GPU), and their copies on the device.
 
-    Steps take turns with several sets of buffers, as one step may be prepared while previous ones
-    run. A row of block ids and parameters belongs to one request until a plan assigns it to
+    Steps take turns with several sets of buffers, because one step may be prepared while previous
+    ones run. A row of block ids and parameters belongs to one request until a plan assigns it to
     another. A token that a running step samples is not known here; the next step reads it from
     ``last_tokens`` on the device.
 
     Args:
-        max_num_requests: most requests in a step.
-        max_num_tokens: most tokens in a step.
-        max_decode_rows: most tokens of a step that only decodes, drafts included; None: one per
-            request.
+        max_num_requests: maximum number of requests in a step.
+        max_num_tokens: maximum number of tokens in a step.
+        max_decode_rows: maximum number of tokens of a step that only decodes, drafts included;
+            None: one per request.
         sliding_windows: window of each KV cache group, in tokens; None: full attention.
         state_groups: indices of the groups that hold states.
-        max_blocks: most blocks of one request in one group.
+        max_blocks: maximum number of blocks of one request in one group.
         block_size: tokens per block.
         device: where the model runs.
         graph_inputs: stages steps for graph replays; None: no graphs are captured.
         has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
-        num_steps: most steps in flight, and so the number of sets of buffers.
+        num_steps: maximum number of steps in flight, and so the number of sets of buffers.
         whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
             to each other. A step then has all embeddings of an image that it has no KV of.
 
     Attributes:
         device: where the model runs.
-        max_num_tokens: most tokens in a step.
+        max_num_tokens: maximum number of tokens in a step.
         last_tokens: `[max_num_requests + 1]` int64 on the device, the last sampled token of each
             row; written by the runner.
     """

@@ -359,10 +359,10 @@ def choose_max_model_len(
 def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> torch.Tensor:
     """Allocate the cache tensor, `[num_blocks, *spec.block_shape]`.
 
-    The memory is zeroed, so that masked positions are never NaN. It is allocated once and kept
-    until the process ends, as peers may write into it. On a CPU, the kernel allocates pages on
-    their first write, so an unused cache costs nothing (see ``host/pages_ahead.py``). The cache
-    asks for huge pages, as attention reads scattered blocks.
+    The memory is zeroed, so that masked positions are never NaN. The memory is allocated once and
+    kept until the process ends, because peers may write into it. On a CPU, the kernel allocates
+    pages on their first write, so an unused cache costs nothing (see ``host/pages_ahead.py``). The
+    cache asks for huge pages, as attention reads scattered blocks.
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":

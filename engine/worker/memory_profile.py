@@ -45,7 +45,7 @@ class MemoryProfile:
         activations: additional memory of the largest step.
         graphs: memory of CUDA graphs.
         utilization: share of ``total`` for weights, activations, graphs and KV cache together.
-        largest_cache: most bytes of the KV cache, even if more is free.
+        largest_cache: maximum number of bytes of the KV cache, even if more is free.
     """
 
     total: int

@@ -40,7 +40,7 @@ class ModelRunner:
         ranks: the ranks that share the model; the leader samples for all ranks.
         sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
             step may be launched before the planner knows these tokens.
-        num_steps: most steps in flight, as the input batch has it.
+        num_steps: maximum number of steps in flight, equal to that of the input batch.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
@@ -167,7 +167,7 @@ class ModelRunner:
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
             launched = self._launched_step(prepared, token_ids, prompt_logprobs, started_at)
-            token_ids = token_ids.clamp(min=0)  # valid ids, as the next step embeds them
+            token_ids = token_ids.clamp(min=0)  # valid ids, because the next step embeds them
         else:
             launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at

@@ -127,7 +127,7 @@ def _plan(
 
     Args:
         dummies: each request's number of tokens, and how many of its last tokens to compute.
-        num_drafts: most drafts among a request's computed tokens.
+        num_drafts: maximum number of drafts among a request's computed tokens.
     """
     shares: list[int] = []
     new_rows: list[NewRow] = []

@@ -83,7 +83,8 @@ class Worker:
     Attributes:
         config: the options, resolved for the device.
         linear_weights: description of the linear layers' weights; see `Executor`.
-        max_model_len: most tokens of one request, limited by the model and the KV memory.
+        max_model_len: maximum number of tokens of one request, limited by the model and the KV
+            memory.
         runs_ahead: whether a step may be launched before the previous one has ended.
         runner: computes the steps.
     """
@@ -182,7 +183,7 @@ class Worker:
 
     def _make_runner(self, loaded: LoadedModel, drafter: AnyDrafter | None) -> ModelRunner:
         memory, rejects = self.kv_memory, self.config.draft_acceptance == "rejection"
-        if getattr(drafter, "state_layers", ()):  # graphs keep no states between layers
+        if getattr(drafter, "state_layers", ()):  # graphs do not keep states between layers
             loaded = replace(loaded, config=replace(loaded.config, cuda_graphs=False))
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
@@ -220,11 +221,11 @@ class Worker:
         Returns the packed size in bytes; raises AdapterError.
         """
         assert self._adapters is not None, "max_adapters is 0"
-        with on_one_thread():  # on one thread, as all other threads compute steps
+        with on_one_thread():  # on one thread, because all other threads compute steps
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core inside this context, as the calling thread computes.
+        """Lend no core inside this context, because the calling thread computes.
 
         Safe from any thread.
         """
@@ -295,7 +296,7 @@ class Worker:
                 or layers would be computed or cached in another way than those of the old weights.
         """
         make_current(self.device)
-        with on_one_thread():  # on one thread, as all other threads compute steps
+        with on_one_thread():  # on one thread, because all other threads compute steps
             check_finite(folder, ModelConfig.from_folder(folder))
             model = self._load_model(folder, is_kept=is_kept)
             if describe_weights(self.config.weights, self._packer, model) != self.linear_weights:

@@ -3,7 +3,7 @@
     out = out * gains + (x @ A.T) @ B.T + shifts
 
 Several modules of an adapter may change one layer, such as query, key and value of a joined
-projection. Their rows of A are stacked, and each module has a separate B::
+projection. The rows of A of these modules are stacked, and each module has a separate B::
 
     A = [ A of q ]    B of q --> columns of q
         [ A of k ]    B of k --> columns of k
@@ -161,13 +161,13 @@ class LowRankSlots:
         gains: Tensor | None = None,
         shifts: Tensor | None = None,
     ) -> None:
-        """Write one module of an adapter.
+        """Write one module of an adapter into its part of a slot.
 
         Args:
             down: ``[rank, in_features]``.
-            up: ``[num_columns, rank]``, with the scale.
-            gains: ``[num_columns]``.
-            shifts: ``[num_columns]``.
+            up: ``[num_columns, rank]``, already multiplied by the adapter's scale.
+            gains: ``[num_columns]``, factors of the layer's own product; None: all are 1.
+            shifts: ``[num_columns]``, added to the layer's own product; None: all are 0.
         """
         rank, columns = len(down), self.columns(part)
         assert rank <= self.a.shape[2]

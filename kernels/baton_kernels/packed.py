@@ -17,7 +17,7 @@ from torch.nn import functional
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_CAPABILITY = (8, 9)  # least compute capability of GPUs with float8 (Ada, Hopper)
-# Most inputs that share a scale, in weights that are stored as integer codes.
+# Maximum number of inputs that share a scale, in weights that are stored as integer codes.
 INPUT_BLOCK = 64
 # Number of inputs that share a factor, if scales are stored as multiples of a factor.
 SUPER_GROUP = 256
@@ -605,7 +605,7 @@ def _rounded_blocks(blocks: Tensor) -> Tensor:
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """View float8 as bytes, as torch supports few operations on float8."""
+    """View float8 as bytes, because torch supports few operations on float8."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 

@@ -345,7 +345,7 @@ def norm_rotary_store_latent(
         weight: ``[rank]``, weight of the norm.
         eps: epsilon of the norm.
         interleaved: whether adjacent dims are rotated as pairs, ``x0 y0 x1 y1 ..``, not halves. The
-            result has halves, ``x0 x1 .. y0 y1 ..``, which changes no dot product.
+            result has halves, ``x0 x1 .. y0 y1 ..``, which does not change any dot product.
         out: ``[num_tokens, num_heads, rotary_dim]``; receives the rotated query.
     """
     rank, block_size = len(weight), cache.shape[1]

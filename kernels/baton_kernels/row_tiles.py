@@ -25,7 +25,7 @@ class RowTiles:
         first_places: ``[count]`` int64, place in ``order`` of each tile's first row.
         ends: ``[num_weights]`` int64, place in ``order`` after each weight's last row.
         order: ``[num_rows]`` int64, rows sorted by weight.
-        tile_rows: most rows of a tile.
+        tile_rows: maximum number of rows of a tile.
     """
 
     weights: Tensor
@@ -51,7 +51,7 @@ class RowTiles:
         Args:
             ids: the weight of each row, from 0; any shape and integer dtype.
             num_weights: number of weights.
-            tile_rows: most rows of a tile.
+            tile_rows: maximum number of rows of a tile.
         """
         flat = ids.flatten().long()  # [num_rows]
         num_rows = len(flat)

@@ -11,7 +11,7 @@
 #include "attention_prefix.h"
 #include "attention_shared.h"
 
-/* Fewest heads per key for which a decode packs its keys for the micro kernel, as products then take longer than
+/* Fewest heads per key for which a decode packs its keys for the micro kernel, because products then take longer than
  * reading keys. Both ways give the same bits. */
 #define PACKED_GROUP 16
 

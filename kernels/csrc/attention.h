@@ -6,7 +6,7 @@
  *   TILE    the largest score is merged with those of the span's earlier tiles; sums run key by
  *           key, or pair by pair of keys
  *   SPAN    starts with empty sums; one function joins the spans, one after another
- * Keys that a row does not see, before its window and after itself, weigh 0, and adding 0 changes no bit.
+ * Keys that a row does not see, before its window and after itself, weigh 0, and adding 0 does not change any bit.
  * CPUs that multiply bfloat16 (see halves.h) multiply queries, keys, values and rounded weights in pairs or, with
  * AMX, in matrices. Decodes and prompts then use the same instructions; for calls with many heads per key see
  * attention_shared.h.

@@ -220,7 +220,7 @@ typedef struct {
 } loops;
 
 /* Compile these loops once per element type, as functions: they take most of this file's compile time, and a call
- * costs little, as it handles KEYS or KEYS8 keys. */
+ * costs little, because it handles KEYS or KEYS8 keys. */
 #define LOOPS_OF(name, type, paired) \
     static __attribute__((noinline)) void score_##name(const decode_state *d, const void *const *rows, \
                                                        const row_list *fetch, int64_t num, float *scores) { \

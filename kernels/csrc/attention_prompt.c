@@ -19,7 +19,7 @@ typedef struct {
     char *weights; /* one block of rows: [step of HALVES keys][MOST_ROWS][HALVES] */
 } tiles;
 
-#define MOST_ROWS TILED_ROWS /* most rows of a block; MAX_ROWS without matrices */
+#define MOST_ROWS TILED_ROWS /* maximum number of rows of a block; MAX_ROWS without matrices */
 
 /* A block of rows whose scores are kept together; `room`: rows that its sums have memory for. */
 typedef struct {
@@ -44,7 +44,7 @@ INLINE int64_t max_rows(const attention_call *c) {
 }
 
 INLINE int64_t key_steps(const attention_call *c) { return ceil_div(c->head_dim, HALVES); }
-/* Return the bytes between steps of queries, no multiple of a page, as steps would share cache sets. */
+/* Return the bytes between steps of queries, no multiple of a page, because steps would share cache sets. */
 INLINE int64_t query_step(const attention_call *c) { return (max_rows(c) + 8) * ROW_BYTES; }
 
 static float *place(const attention_call *c, float *at, tiles *t) {
@@ -215,7 +215,7 @@ static void attend_tile(const attention_call *c, const piece *p, const tiles *t,
     }
 }
 
-#define TOKENS_AHEAD 16 /* tokens whose queries are prefetched, as each has its own page */
+#define TOKENS_AHEAD 16 /* tokens whose queries are prefetched, because each has its own page */
 
 /* Pack queries for attend_pairs. */
 INLINE void order_queries(const attention_call *c, const piece *p, const tiles *t, int64_t count) {

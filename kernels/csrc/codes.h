@@ -26,26 +26,26 @@
 #define ADDS_FOUR 1
 #endif
 
-/* Most inputs that share a scale. Smaller groups of weights cost no more: each group's sum is multiplied by a
- * scale anyway. */
+/* Maximum number of inputs that share a scale. Smaller groups of weights cost no more: each group's sum is multiplied
+ * by a scale anyway. */
 #define BLOCK 64
 #define SUMMED 16 /* smallest group of inputs with its own sum */
 #if ADDS_FOUR
 #define SPAN BLOCK
 #define SPAN_E2M1 BLOCK
 #else
-#define SPAN 32      /* most 4-bit codes in a 16-bit sum: 2 * 8 * 15 * 127 < 2^15 */
+#define SPAN 32      /* at most this many 4-bit codes in a 16-bit sum: 2 * 8 * 15 * 127 < 2^15 */
 #define SPAN_E2M1 16 /* 2 * 4 * 24 * 127 < 2^15 */
 #endif
 
-/* Most rows at a time: two sums per row, and the operands, fill the registers. */
+/* Maximum number of rows at a time: two sums per row, and the operands, fill the registers. */
 #if ADDS_FOUR
 #define CODE_ROWS MAX_ROWS
 #else
 #define CODE_ROWS (LANES == 16 ? 10 : 4)
 #endif
 /* 1: registers hold the tile's rows beside a group's sums. Then half as many rows are computed at a time, and
- * codes are read twice as often. For 4-bit codes this is 0, as they would be unpacked twice as often, which costs
+ * codes are read twice as often. For 4-bit codes this is 0, because they would be unpacked twice as often, which costs
  * too much. Codes of 6 bits are unpacked to 8 bits for more rows, see WIDENS. */
 #define KEEPS_TILE(bits) (ADDS_FOUR && LANES == 16 && (bits) != 4)
 /* 1: for more than two blocks of rows, a slice of codes of 6 bits is unpacked once to 8 bits. 0: sums of pairs need

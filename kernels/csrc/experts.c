@@ -9,7 +9,7 @@
 #include "linear.h"
 #include "vectors.h"
 
-#define MOST_BYTES (64 << 20) /* most bytes of intermediate results; more tokens are computed in slabs */
+#define MOST_BYTES (64 << 20) /* maximum number of bytes of intermediate results; more tokens are computed in slabs */
 #define JOBS_PER_THREAD 4     /* from this many jobs per thread on, each thread takes whole jobs, not panels */
 
 enum { PACKED = 0, SHARED = 1, PLAN = 2 }; /* slots of scratch memory, PACKED as in linear.c */

@@ -11,7 +11,7 @@
 #include "finish.h"
 
 /* Measured on Xeons with 32 or 48 KiB of L1 and 1 or 2 MiB of L2 cache. */
-#define MAX_CHUNK (30 * MAX_ROWS) /* most rows of x that are packed together, so that they stay in L2 */
+#define MAX_CHUNK (30 * MAX_ROWS) /* maximum number of rows of x that are packed together, so that they stay in L2 */
 #define MIN_CHUNK (8 * MAX_ROWS)
 #define MOST_TILED ((MAX_CHUNK + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS)
 #define CHUNK_FLOATS (1 << 18)
@@ -134,7 +134,7 @@ INLINE void round_rows(const linear_call *c, int type, int64_t chunk, int64_t co
     const linear_call *c, int64_t panel, const void *then, row_blocks b, int64_t begin, int64_t end,     \
         const void *packed, float *tiles, unfinished *left
 
-#define ORDERED 4 /* rows that are read side by side; more are slow, as prefetchers follow few streams */
+#define ORDERED 4 /* rows that are read side by side; more are slow, because prefetchers follow few streams */
 
 /* Copy rows [begin, end) of a chunk of x to [step][row of the chunk][HALVES]. */
 static void order_rows(const linear_call *c, int64_t chunk, int64_t step_bytes, int64_t begin,
@@ -327,7 +327,7 @@ static __attribute__((noinline)) void of_few_in_halves(SUMS_OF_A_PANEL) {
 }
 #endif
 
-#define GROUPS (BLOCK / SUMMED * PANEL) /* most group numbers per block */
+#define GROUPS (BLOCK / SUMMED * PANEL) /* maximum number of group numbers per block */
 #define SLICE_BLOCKS 8 /* blocks of a panel's codes that stay in L1 */
 #define WIDENED_BLOCKS 4 /* those that stay in L1 beside their codes, unpacked to bytes */
 

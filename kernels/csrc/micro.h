@@ -8,7 +8,7 @@
 
 #include "vectors.h"
 
-#define MAX_DEPTH 192 /* most inputs at a time, so that a panel's part of w stays in L1 beside x */
+#define MAX_DEPTH 192 /* maximum number of inputs at a time, so that a panel's part of w stays in L1 beside x */
 /* Floats between rows of x: a constant that does not map rows to the same cache set. */
 #define X_STRIDE (MAX_DEPTH + 16)
 

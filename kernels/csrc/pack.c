@@ -97,7 +97,7 @@ INLINE uint16_t round_group(const float *x, int8_t *numbers) {
     return rounded;
 }
 
-/* Keep a compiler from fusing this product with a sum, as torch rounds both. */
+/* Keep a compiler from fusing this product with a sum, because torch rounds both. */
 INLINE vec alone(vec product) {
 #if defined(__x86_64__)
     __asm__("" : "+x"(product));

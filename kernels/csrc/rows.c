@@ -223,7 +223,7 @@ typedef struct {
     const void *x;
     int64_t *out; /* [num_rows] */
 } largest_call;
-#define MOST_PARTS 64 /* most parts of a row */
+#define MOST_PARTS 64 /* maximum number of parts of a row */
 
 /* Return the first index of the largest number in a part of a row; `best`: the number. */
 INLINE int64_t largest_of(const largest_call *c, int64_t i, int64_t begin, int64_t end, float *best) {

@@ -1,6 +1,6 @@
 /* Softmax: turns a row's scores into weights, and joins spans of keys, with equal bits for all callers.
  *
- * These functions are not inline, as a compiler may fuse a product with either of two sums, and would choose
+ * These functions are not inline, because a compiler may fuse a product with either of two sums, and would choose
  * differently in different callers.
  * Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Refuses to know: queries and keys.
  */
@@ -34,7 +34,7 @@ INLINE void weigh_rows(int rows, int halved, float scale, score_rows *s, int64_t
     for (int r = 0; r < rows; r++) {
         top[r] = largest_lane(largest[r]) * scale; /* also the largest scaled score, as rounding keeps order */
         if (!(top[r] > s->states[row + r].top)) top[r] = s->states[row + r].top;
-        base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* 0 if the row sees no key */
+        base[r] = splat(top[r] == -INFINITY ? 0 : -top[r]); /* 0 if the row does not see any key */
     }
     for (int64_t i = 0; i < num; i += LANES) {
         char *to = halves + i / HALVES * s->step + i % HALVES * 2;

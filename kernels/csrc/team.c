@@ -169,7 +169,7 @@ static void *work(void *argument) {
         unsigned size = w.seen & ((1u << SIZE_BITS) - 1);
         if (!size) return NULL; /* the leader ends */
         if (w.id >= size) {
-            /* On a borrowed core, sleep at once, as its owner needs it. */
+            /* On a borrowed core, sleep at once, because its owner needs it. */
             unsigned num_own = atomic_load(&t->num_own);
             if (num_own && w.id >= num_own) sleep_while(&t->grown, grown);
             continue;

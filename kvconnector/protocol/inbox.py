@@ -22,7 +22,7 @@ from kvconnector.protocol.seals import Channels, Refusal, RefusedMessageError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a grant of a million blocks is shorter
-# Most bytes of one peer's waiting messages, not counting the first message
+# Maximum number of bytes of one peer's waiting messages, not counting the first message
 MAX_KEPT_BYTES = 16 * 2**20
 OVERHEAD_BYTES = 256  # bytes added to each message's length when queues are measured
 MESSAGES_PER_TURN = 64

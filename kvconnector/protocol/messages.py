@@ -238,7 +238,7 @@ class Repeats:
         self._next_at = min(self._next_at, now + REPEAT_S)
 
     def put_off(self, key: TransferKey, engine_id: str, now: float) -> None:
-        """Postpone a repeat, as the peer has just sent a message about the transfer."""
+        """Postpone a repeat, because the peer has just sent a message about the transfer."""
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             repeat.next_at = now + REPEAT_S

@@ -2,8 +2,8 @@
 
 Each process start draws an X25519 key. The public part is sent in `PeerInfo` over the authenticated
 links to the router, which learns no secret from it. Each derived key is for one pair of process
-starts and one direction. It authenticates no message of another pair, of an earlier process start,
-or of the other direction.
+starts and one direction. The key does not authenticate messages of another pair, of an earlier
+process start, or of the other direction.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ class Peers:
     def _send_anew(self, peer: Peer, action: Send) -> bool:
         """Reconnect and send, unless the back-off pause lasts or writes are in flight.
 
-        Writes in flight use the old connection. These writes end soon, because this peer's
+        Writes in flight use the old connection. Writes in flight end soon, because this peer's
         transfers fail.
         """
         now = self._turn.now

@@ -296,7 +296,7 @@ class ProbeSlots:
                 del self._offers[engine_id]
 
     def forget(self, engine_id: str) -> None:
-        """Forget a peer. Its late writes can spoil another peer's probe, but no KV."""
+        """Forget a peer, whose late writes can spoil another peer's probe, but no KV."""
         self._offers.pop(engine_id, None)
 
 

@@ -27,7 +27,8 @@ HEADER_BYTES = TAG_BYTES + NUMBER_BYTES
 # A message is refused if its number is this far below its sender's highest accepted number.
 WINDOW = 4096
 _WINDOW_BITS = (1 << WINDOW) - 1
-# Most channels that are kept. Departed peers' channels are kept, too, as these peers may return.
+# Maximum number of channels that are kept. Departed peers' channels are kept, too, because these
+# peers may return.
 MAX_CHANNELS = 4096
 
 

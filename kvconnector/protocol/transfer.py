@@ -10,7 +10,7 @@ from kvconnector.base import BlockPush, HandoffRecord, PushTotals
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # most rewrites of blocks with a wrong digest
+MAX_ATTEMPTS = 3  # maximum number of rewrites of blocks with a wrong digest
 
 
 @dataclass(frozen=True, slots=True)

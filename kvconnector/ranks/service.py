@@ -2,8 +2,8 @@
 
     commands of the leading process -> post, connect, read       each write's end is reported
 
-The service also drives the transport, which may have to read peers' writes from sockets. It makes
-no decisions.
+The service also drives the transport, which may have to read peers' writes from sockets. The
+service makes no decisions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults on request: a transport that loses, delays, duplicates and reorders messages.
 
-Faults are for tests and drills. They are off by default; a warning is logged when they are on. The
-sender and receiver do not notice that a transport is wrapped. Faults are drawn in the order of
+Faults are for tests and drills. Faults are off by default; a warning is logged when they are on.
+The sender and receiver do not notice that a transport is wrapped. Faults are drawn in the order of
 events: the same seed and the same order give the same faults.
 """
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 OPTION = "inject_faults"
 WRITE = "Write"  # the name of write events in kill points, beside the names of messages
 MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
-MAX_SWAP_S = 0.1  # most seconds that a reordered message waits for the next message
+MAX_SWAP_S = 0.1  # maximum number of seconds that a reordered message waits for the next message
 MAX_REMEMBERED_GRANTS = 1000
 
 

@@ -3,9 +3,9 @@
     row 0          this process's own pattern: written to peers, never changed
     row 1 + slot   one peer's pattern
 
-Scratch memory holds no KV blocks, so a dead peer's late write can only make another peer's test
-fail, as the patterns differ. Transports that can refuse writes prevent this failure, too: only the
-peer to which a slot was given may write to it.
+Scratch memory does not hold KV blocks, so a dead peer's late write can only make another peer's
+test fail, because the patterns differ. Transports that can refuse writes prevent this failure, too:
+only the peer to which a slot was given may write to it.
 """
 
 from __future__ import annotations

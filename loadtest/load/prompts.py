@@ -96,7 +96,7 @@ class SharedBeginnings:
     def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
         """Return the fraction of a prompt that also begins an earlier prompt; remember the prompt.
 
-        Parts with the same seed and different lengths also begin alike. These beginnings are not
+        Parts with the same seed and different lengths also begin alike. Equal beginnings are not
         counted, because only the last blocks of traces differ in length.
         """
         sizes = prompt.sizes

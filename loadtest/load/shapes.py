@@ -1,7 +1,7 @@
 """Deployment: the shape of a deployment, as `baton loadtest compare` writes it.
 
 colocated:2   two nodes that both compute prompts and decode, in chunks
-1:1           a prefill and a decode node; the decode node computes no prompts
+1:1           a prefill and a decode node; the decode node does not compute prompts
 1:1+local     like 1:1, but the router may let the decode node compute a prompt
 """
 

@@ -65,7 +65,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 def read_trace(path: Path) -> Iterator[TraceRequest]:
     """Read the requests of a trace file, in the file's order.
 
-    Some tools write no ids, or none for a partial last block; missing ids become unique negative
+    Some tools omit all ids, or the id of a partial last block; missing ids become unique negative
     ones.
 
     Raises:

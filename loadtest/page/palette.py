@@ -73,7 +73,7 @@ class Look:
         return figure, [one for row in axes for one in row]
 
     def put_legend(self, axes: Axes) -> None:
-        """Put the legend below the plot and its axis label, where it hides no line."""
+        """Put the legend below the plot and its axis label, where it does not hide any line."""
         handles, labels = axes.get_legend_handles_labels()
         figure = axes.get_figure(root=True)
         assert figure is not None

@@ -26,8 +26,8 @@ from loadtest.targets.base import TargetError, TargetOptions
 NUM_READERS = 8
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a request in the load with one reader
 SHORT_INPUT_TOKENS = 128  # prompt tokens of each request in the load with several readers
-_DRAIN_TIMEOUT_S = 120.0  # seconds that an answer may take, as machines may be slow
-# Most seconds of lag of the load generator, which shares the machine with the server
+_DRAIN_TIMEOUT_S = 120.0  # seconds that an answer may take, because machines may be slow
+# Maximum number of seconds of lag of the load generator, which shares the machine with the server
 _MAX_LAG_S = 0.05
 _METRICS_TIMEOUT_S = 10.0
 _READ_COUNTERS = ("baton_weight_read_bytes_total", "baton_kv_read_bytes_total")

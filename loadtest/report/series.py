@@ -16,7 +16,7 @@ from loadtest.report.distribution import distribution
 from loadtest.report.summary import RECEIPT_SECONDS, client_seconds, frame_gaps
 from loadtest.report.terms import LATENCY_NAMES, TTFT_PARTS
 
-MAX_POINTS = 200  # most points of a curve up to 99 %, and again above 99 %
+MAX_POINTS = 200  # maximum number of points of a curve up to 99 %, and again above 99 %
 MIN_BINS, MAX_BINS = 10, 60
 MIN_PER_BIN = 5  # requests per bin; rates of one or zero requests would only flicker
 AFTER_FIRST = "after_first_s"

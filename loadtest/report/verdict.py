@@ -1,7 +1,8 @@
 """Verdict: whether to disaggregate, and how, from the results of a comparison.
 
 Goodput decides. All deployments get the same requests in a repeat, so differences are computed per
-repeat. Their mean has a confidence interval; if that contains 0, nothing is decided.
+repeat. The mean of the differences has a confidence interval; if the interval contains 0, nothing
+is decided.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A joined layer has a part for each adapted projection; see ``ops.LowRank``.
 
 With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight is scaled to a learned norm.
-This also scales the base layer's product; the rows' factors are computed once, from the base
-weight.
+The scaling also changes the base layer's product; the rows' factors are computed once, from the
+base weight.
 
 Ranks (processes) divide A and B like the base weight: B's rows like its rows, A's columns like its
 columns. If ranks divide columns, they sum the squares of each row's norm.

@@ -260,7 +260,7 @@ class AdapterSlots:
 def _twin(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Copy a module, sharing its weights, with some submodules replaced.
 
-    Submodules that contain no replaced module are shared.
+    Submodules that do not contain any replaced module are shared.
     """
     if module in replaced:
         return replaced[module]

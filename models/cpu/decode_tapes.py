@@ -23,7 +23,8 @@ from models.base import AdapterSpan, ForwardContext, GroupStep, LayerCache
 Inputs = Sequence[Tensor]  # results and inputs: each [num_tokens, ...]
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
-# Most rows of all tapes together; for each row, a tape holds the results of all layers.
+# Maximum number of rows of all tapes together; for each row, a tape holds the results of all
+# layers.
 MAX_ROWS_KEPT = 64
 FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]
@@ -44,7 +45,7 @@ class _Taped:
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
-        """Return copies of the latest results, as the next run overwrites the originals."""
+        """Return copies of the latest results, because the next run overwrites the originals."""
         return tuple(result.clone() for result in self.results)
 
 
@@ -52,7 +53,7 @@ class DecodeTapes:
     """Tapes by the shape of a step. Used by one thread at a time.
 
     A shape is taped when it occurs in two successive steps, so that changing batches are not taped.
-    A small shape is taped if it recurs soon, as drafters alternate between few sizes. The most
+    A small shape is taped if it recurs soon, because drafters alternate between few sizes. The most
     recently used tapes are kept.
 
     Args:
@@ -177,7 +178,7 @@ def _static_group(group: GroupStep) -> GroupStep:
 
 
 def _static_states(metadata: StateMetadata) -> StateMetadata:
-    """Copy metadata without write slots, so that computing with the copy changes no state.
+    """Copy metadata without write slots, so that computing with the copy does not change any state.
 
     Recording computes a step, and a run computes it again; states must advance only once.
     """

@@ -52,8 +52,8 @@ class CpuPacker:
     Attributes:
         dtype: the dtype in which the model computes.
         weights: format of all linear layers; None: the checkpoint's format if kernels support it,
-            else ``dtype``. With ``INT4`` and ``FP8``, the head is ``INT8``, as it suffers most from
-            low precision.
+            else ``dtype``. With ``INT4`` and ``FP8``, the head is ``INT8``, because it suffers most
+            from low precision.
         native: the kernels that will read the weights; None: there are none.
     """
 

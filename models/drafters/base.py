@@ -51,7 +51,7 @@ class LayersDrafter(Protocol):
         Args:
             token_ids: ``[n]`` int64.
             states: ``[n, width]``, converted states, or this method's results for the previous
-                tokens; None if the drafter reads no states.
+                tokens; None if the drafter does not read states.
             context: forward context of the drafter's own layers.
 
         Returns:

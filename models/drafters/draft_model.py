@@ -35,7 +35,7 @@ class DraftModel:
         self.max_model_len = model.config.max_model_len
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Return the states unchanged; never called, as this drafter reads no states."""
+        """Return the states unchanged; never called, because this drafter does not read states."""
         return states
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:

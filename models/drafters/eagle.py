@@ -2,7 +2,7 @@
 
 Reads two layouts: the authors' (``fc``, ``layers.0`` or ``midlayer``), and that of ``speculators``
 (``fusion_fc``, ``transformer``; for EAGLE-3 like the authors', with ``layers.0``). A checkpoint's
-tensors tell the layout, as its config does not always name it.
+tensors tell the layout, because its config does not always name it.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ class StateDrafter(DecoderForCausalLM):
             self.lm_head = Elsewhere()
         elif layout.head_size != config.vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, layout.head_size, bias=False)
-        # The target model's embedding and head, and vocabulary ids of the head's tokens.
+        # The target model's embedding and head, used where the drafter has none. If the drafter's
+        # head has a smaller vocabulary, `picked` has the vocabulary id of each of its tokens.
         self._embed: Callable[[Tensor], Tensor] | None = None
         self._logits: Callable[[Tensor], Tensor] | None = None
         self._vocab_size = config.vocab_size

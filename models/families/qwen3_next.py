@@ -149,7 +149,7 @@ Qwen3_5ForCausalLM = replace(
     recipe=_qwen3_5,
     defaults={**Qwen3NextForCausalLM.defaults, "num_key_value_heads": 4},
 )
-# These files give no size of a dense MLP, as no layer has one.
+# These files give no size of a dense MLP, because no layer has one.
 Qwen3_5MoeForCausalLM = replace(
     Qwen3NextForCausalLM,
     recipe=_qwen3_5_moe,

@@ -25,7 +25,7 @@ class InvariantPacker:
     """A ``WeightPacker`` that keeps weights unchanged, but uses batch-invariant products.
 
     Attributes:
-        kind: the GPU's model, as other models add in another order.
+        kind: the GPU's model, because other models add in another order.
         int8: packer of int8 layers, whose integer sums do not depend on order; None: no int8
             layers.
     """

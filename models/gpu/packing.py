@@ -50,7 +50,7 @@ class GpuPacker:
     Attributes:
         device: the weights' device.
         weights: format of all linear layers except a tied head; None: the checkpoint's format. With
-            ``INT4`` and ``FP8``, a head is ``INT8``, as it suffers most from low precision.
+            ``INT4`` and ``FP8``, a head is ``INT8``, because it suffers most from low precision.
         has_float8: whether the device has float8 matrix products.
     """
 

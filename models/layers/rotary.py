@@ -77,7 +77,7 @@ class RotaryEmbedding(nn.Module):
             size = min(size, max(LEAST_POSITIONS, 1 << (max_seq_len - 1).bit_length()))
         if 4 * len(self.frequencies) * size * dtype.itemsize > MAX_TABLE_BYTES:
             return None
-        # Not an inference tensor, as a later caller may be outside inference_mode.
+        # Not an inference tensor, because a later caller may be outside inference_mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             every = torch.arange(size, device=device)
             table = self._tables[dtype] = torch.stack(self._compute(every[:, None], dtype))

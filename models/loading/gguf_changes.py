@@ -1,7 +1,7 @@
 """Undoes converters' changes to GGUF tensors, so that they equal the original checkpoint's.
 
 `baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is not
-changed, as the loader reports the shape. Refuses to know: files, names of tensors.
+changed, because the loader reports the shape. Refuses to know: files, names of tensors.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Storage:
     keep_float8: Callable[[Parts, QuantizationConfig], Float8Rows | None] = lambda *_: None
 
 
-# Errors that parts with wrong shapes cause, as a file may contain anything.
+# Errors that parts with wrong shapes cause, because a file may contain anything.
 _DO_NOT_FIT = (ValueError, RuntimeError, LookupError, ArithmeticError)
 
 

@@ -23,7 +23,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.safetensors_header import read_header
 from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
-# most bytes of a mapped tensor that are read before their pages are released
+# maximum number of bytes of a mapped tensor that are read before their pages are released
 _PIECE_BYTES = 16 * 2**20
 
 

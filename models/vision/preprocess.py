@@ -1,8 +1,8 @@
 """Preprocessor: turns an image file into the pixel values that a model's encoder reads.
 
-The image processors of transformers compute the values. Their PIL backend needs no torchvision and
-gives the same numbers on every machine. A hostile file may crash its decoder, so callers run this
-module in a separate process. Refuses to know: encoders, prompts.
+The image processors of transformers compute the values. The PIL backend of the processors needs no
+torchvision and gives the same numbers on every machine. A hostile file may crash its decoder, so
+callers run this module in a separate process. Refuses to know: encoders, prompts.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class AdapterQueue:
     def _begin_reading(
         self, digest: AdapterDigest, source: str
     ) -> Future[tuple[ReadAdapter, float]]:
-        """Read and pack an adapter on its own thread, as the disk may hang while steps continue."""
+        """Read and pack an adapter on its own thread, because the disk may hang."""
         self._check_source(digest, source)
         reading: Future[tuple[ReadAdapter, float]] = Future()
 

@@ -2,8 +2,8 @@
 
     [num_units, 1, BLOCK_TOKENS, width]      an encoding has the rows of some units, in their order
 
-The memory is on the host on all nodes: encodings are small beside KV, and peers need no GPU. Its
-pages take no memory before the first write.
+The memory is on the host on all nodes: encodings are small beside KV, and peers need no GPU. Pages
+of the memory take no space before the first write.
 """
 
 from __future__ import annotations

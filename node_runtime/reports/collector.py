@@ -57,7 +57,7 @@ class TransferCollector(Collector):
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
         source: source of the numbers.
-        ledger_timeout_s: most seconds that a scrape waits for the ledger.
+        ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class NodeCollector(TransferCollector):
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
         source: source of the numbers.
-        ledger_timeout_s: most seconds that a scrape waits for the ledger.
+        ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
     """
 

@@ -1,1 +1,1 @@
-"""The router's interfaces: gRPC, HTTP and the admin service. They decide nothing."""
+"""The router's interfaces: gRPC, HTTP and the admin service. The interfaces decide nothing."""

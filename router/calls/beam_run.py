@@ -40,7 +40,7 @@ class BeamLimits:
     """The limits of a model's beam searches.
 
     Attributes:
-        max_model_len: most tokens of prompt and output.
+        max_model_len: maximum number of tokens of prompt and output.
         vocab_size: number of tokens that the model knows.
         end_token_ids: tokens that end an output.
     """
@@ -89,7 +89,7 @@ class BeamRun:
     Args:
         call: the checked call; its timeout limits the whole search.
         params: the search's parameters.
-        max_tokens: most output tokens that fit into the model's length.
+        max_tokens: maximum number of output tokens that fit into the model's length.
         run: streams the tokens of a call, as `Dispatcher.run` does.
     """
 

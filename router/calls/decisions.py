@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
-MAX_DECISIONS = 32  # most decisions per request; requests have fewer attempts
+MAX_DECISIONS = 32  # maximum number of decisions per request; requests have fewer attempts
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class DecisionLog:
     """Keeps the placements of the latest requests; costs are explained only on demand.
 
     Args:
-        max_requests: most requests kept.
+        max_requests: maximum number of requests kept.
     """
 
     def __init__(self, max_requests: int = 1000) -> None:

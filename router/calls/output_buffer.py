@@ -2,8 +2,9 @@
 
     deltas of an attempt's two legs -> DeltaOrder -> OutputBuffer -> the reader
 
-`DeltaOrder` passes each token on once. `OutputBuffer` never makes a node wait. It stores tokens,
-not messages, so a slow reader gets all missed tokens as one piece, no larger than the output.
+`DeltaOrder` passes each token on once. `OutputBuffer` never makes a node wait. The buffer stores
+tokens, not messages, so a slow reader gets all missed tokens as one piece, no larger than the
+output.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from baton.link.words import RequestDelta
 from router.calls.wake_ups import WakeUps
 from router.fleet.node import LegDelta
 
-# Most tokens by which a delta may be ahead of the output so far. One node's link may stall, until
-# the node counts as silent, while the other node continues.
+# Maximum number of tokens by which a delta may be ahead of the output so far. One node's link may
+# stall, until the node counts as silent, while the other node continues.
 MAX_EARLY = 4096
-# Most tokens in one piece: turning more tokens into text blocks the event loop for tens of
-# milliseconds.
+# Maximum number of tokens in one piece: turning more tokens into text blocks the event loop for
+# tens of milliseconds.
 MAX_TAKEN = 1024
 
 

@@ -14,8 +14,8 @@ from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
-# Most calls that wait for a lost node to return. Each waiting call holds a prompt and a client's
-# connection.
+# Maximum number of calls that wait for a lost node to return. Each waiting call holds a prompt and
+# a client's connection.
 MAX_EXPECTING = 1024
 _EARLY_S = 1e-6  # timers may fire this early; a shorter wait would make the loop spin
 

@@ -16,8 +16,8 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 
-# Most characters kept of an error: thousands of errors are kept, and nodes choose some of the
-# texts.
+# Maximum number of characters kept of an error: thousands of errors are kept, and nodes choose some
+# of the texts.
 MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 
@@ -90,7 +90,7 @@ class RequestLog:
     """Keeps the records of the last requests of one base model, on its event loop.
 
     Args:
-        max_requests: most records kept; records of open requests may be dropped, too.
+        max_requests: maximum number of records kept; records of open requests may be dropped, too.
         clock: the clock of `Terms.received_at`.
 
     Attributes:

@@ -20,7 +20,7 @@ BARRED_S = 5.0
 DEFAULT_LOAD_S = 0.5
 # Seconds within which a node that loads an adapter reports it in its beats.
 EXPECTED_S = 5.0
-# Most adapters remembered: running requests may use adapters that have lost their name
+# Maximum number of adapters remembered: running requests may use adapters that have lost their name
 MAX_SOURCES = 16_384
 
 

@@ -14,7 +14,7 @@ from baton.link.words import AdminReply
 from baton.v1 import admin_pb2
 from baton.wire.parts import count_parts
 
-# Most fields of one message, and of a whole answer; each field takes about 100 bytes.
+# Maximum number of fields of one message, and of a whole answer; each field takes about 100 bytes.
 MAX_PART_PARTS, MAX_REPLY_PARTS = 2**17, 2**19
 
 

@@ -14,7 +14,7 @@ from router.fleet.node_claims import registration_problem
 from router.fleet.node_pool import NodePool
 from router.fleet.served_identity import count_fitting
 
-MAX_SHOWN_CHARS = 64  # most characters quoted from a registration
+MAX_SHOWN_CHARS = 64  # maximum number of characters quoted from a registration
 _TELLING_KEYS = ("model", "weights", "tokenizer")  # entries that suffice to tell base models apart
 
 

@@ -21,7 +21,7 @@ from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
 
 MAX_NODES = 4096
-# Most bytes of all registrations; each holds what a node tells its peers, some kB.
+# Maximum number of bytes of all registrations; each holds what a node tells its peers, some kB.
 MAX_KEPT_BYTES = 96 * 2**20
 MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
 # Joins per address: a burst that suffices for a whole cluster that returns, then a steady rate.

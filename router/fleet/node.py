@@ -88,8 +88,8 @@ class LegWork:
     """The work that an attempt asks of a node, in tokens; see `Account`.
 
     Attributes:
-        num_tokens: on a decode node, most tokens that the request may hold; on a prefill node,
-            tokens to compute.
+        num_tokens: on a decode node, maximum number of tokens that the request may hold; on a
+            prefill node, tokens to compute.
         max_tokens: tokens to decode within ``timeout_s``; 0: none.
         arrives_s: seconds until the prompt's KV is expected.
     """

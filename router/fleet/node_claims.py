@@ -30,7 +30,7 @@ from baton.link.words import (
     StepTime,
 )
 
-MAX_NAME_CHARS = 256  # most characters of node names, engine ids, addresses, versions
+MAX_NAME_CHARS = 256  # maximum number of characters of node names, engine ids, addresses, versions
 MAX_WHY_CHARS = 1024
 _NAME = f"must have at most {MAX_NAME_CHARS} printable characters"
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
@@ -41,13 +41,14 @@ MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_STEP_TIMES = 16
 MAX_RATE = 1e15  # bytes per second
 MAX_SECONDS = 1e9
-# Most characters of an error, or of a peer's problem, per message; Baton's nodes send at most half
+# Maximum number of characters of an error, or of a peer's problem, per message; Baton's nodes send
+# at most half
 MAX_TEXT_CHARS = 2**16
-# Most requests that a node may report. Real nodes have fewer: each running request holds a block,
-# and routers limit waiting requests.
+# Maximum number of requests that a node may report. Real nodes have fewer: each running request
+# holds a block, and routers limit waiting requests.
 MAX_KV_HASHES = 2**17
-# Most requests that a node may report. Real nodes have fewer: each running request holds a block,
-# and routers limit waiting ones.
+# Maximum number of requests that a node may report. Real nodes have fewer: each running request
+# holds a block, and routers limit waiting ones.
 MAX_REQUESTS = 2**24
 
 

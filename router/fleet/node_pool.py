@@ -57,7 +57,7 @@ from router.fleet.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_CHARS = 1024  # most characters kept of a node's report on a peer
+MAX_KEPT_CHARS = 1024  # maximum number of characters kept of a node's report on a peer
 # Nodes hang up on a router that is silent for about a second. After it stalled for `HELD_UP_S`,
 # this router expects such hang-ups for another `HELD_UP_FOR_S`.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
@@ -69,7 +69,7 @@ class NodePool:
     Args:
         own_identity: entries of `model_identity` known from the router's own folder. Nodes with
             another ``model`` are refused; nodes with other differences join but do not serve.
-        max_model_len: most tokens of one request, by the model; nodes may allow fewer.
+        max_model_len: maximum number of tokens of one request, by the model; nodes may allow fewer.
         max_missed_beats: a node is lost if it misses more beats than this in a row.
         eligibility: predicates; a node gets new requests only while all of them are true. Call
             `note_eligibility_change` after a result changes.
@@ -174,7 +174,7 @@ class NodePool:
 
     @property
     def max_prompt_len(self) -> int:
-        """Most tokens, plus 1, of a prompt that is not handed over; see `max_model_len`."""
+        """Maximum length, plus 1, of a prompt that is not handed over; see `max_model_len`."""
         fleet = self.prompt_fleet
         limit = self.vocabulary.max_model_len
         return min(fleet.max_model_len, limit) if fleet else self.max_model_len
@@ -453,7 +453,7 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
-            # Shorten the text, as one is kept per pair; escape what could control a terminal.
+            # Shorten the text, because one is kept per pair; escape what could control a terminal.
             problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
             event = dataclasses.replace(event, problem=problem)
             node.reports[event.engine_id] = event

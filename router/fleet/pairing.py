@@ -93,7 +93,7 @@ def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> i
     down: set[frozenset[str]] = set()
     for node in nodes:
         for engine_id, report in node.reports.items():
-            # Reports on incompatible nodes contain no engine id.
+            # Reports on incompatible nodes do not contain any engine id.
             if report.engine_id and not report.connected:
                 down.add(frozenset((node.engine_id, engine_id)))
     present = Counter((node.registration.role, node.registration.revision) for node in nodes)

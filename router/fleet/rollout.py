@@ -31,7 +31,8 @@ from router.fleet.load.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 64  # most remembered revisions without nodes, not counting undone ones
+# Maximum number of remembered revisions without nodes, not counting undone ones
+MAX_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class ServedIdentity:
         Return whether the choice changed.
 
         Args:
-            nodes: nodes that have joined; those that compute no text have no say.
+            nodes: nodes that have joined; those that do not compute any text have no say.
             left: identity of a node that just left on a command.
         """
         num_active: Counter[Identity] = Counter()

@@ -13,8 +13,8 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 from router.gate.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDOW_S
 
-# Share of each decode node's KV cache that is kept free for growing outputs; doubled to leave room
-# for other tenants.
+# Share of each decode node's KV cache that is kept free for growing outputs. Twice this share is
+# kept free when a request must leave room for other tenants.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)
 # Underestimated waits change the bias more than overestimated waits, because deadlines matter.

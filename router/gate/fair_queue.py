@@ -11,7 +11,7 @@ returning tenant starts at the current virtual time: it cannot save up. The cost
 the request ends. Requests with negative priority begin before other tenants' requests and are
 charged too.
 
-The queue knows no nodes, clients or refusals. Each request is pushed, begun and ended once.
+The queue does not know nodes, clients or refusals. Each request is pushed, begun and ended once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from router.gate.ticket import Ticket, charge_of
 
-# A tenant without requests for this many seconds is inactive; other tenants leave no room for it.
+# A tenant without requests for this many seconds is inactive; other tenants do not leave any room
+# for it.
 ACTIVE_S = 60.0
 _MAX_STALE = 64  # stale heap entries allowed beyond the number of live entries
 

@@ -5,7 +5,7 @@
 
 Each signal has a level; the worst level counts. A level begins at once, and ends when its
 signals have been well below it for a while. Measurements come through `note`, and callers read
-`level`: `Overload` knows no API and no operating system.
+`level`: `Overload` does not know any API or operating system.
 """
 
 from __future__ import annotations

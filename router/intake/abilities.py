@@ -41,7 +41,7 @@ class Abilities:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens (prompt and output) of a request."""
+        """Maximum number of tokens (prompt and output) of a request."""
         pool = self._dispatcher.pool
         return pool.max_model_len if self.setup.generates else pool.max_prompt_len
 

@@ -41,8 +41,8 @@ class CacheSalts:
         """Return the salt of a principal's prompts; empty without tenants.
 
         Args:
-            word: a client's own word; prompts with different words share no blocks. A word can only
-                narrow sharing, because the result also depends on the principal's salt.
+            word: a client's own word; prompts with different words do not share any blocks. A word
+                can only narrow sharing, because the result also depends on the principal's salt.
         """
         if principal.cache_group:
             salt = self._derive(b"group", principal.cache_group)
@@ -67,7 +67,7 @@ class CacheSalts:
 
 
 def make_salts(secret_file: str, *, has_tenants: bool) -> CacheSalts:
-    """Make a router's salts; raises ConfigError if the file holds no valid secret."""
+    """Make a router's salts; raises ConfigError if the file does not hold any valid secret."""
     if secret_file:
         return CacheSalts(read_secret(secret_file))
     if has_tenants:

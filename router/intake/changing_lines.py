@@ -1,6 +1,6 @@
 """Changing lines: lines that some clients change in every prompt although no model needs them.
 
-A changing line stands at the prompt's start, so a prefix cache would find no block after it.
+A changing line stands at the prompt's start, so a prefix cache would not find any block after it.
 """
 
 from __future__ import annotations

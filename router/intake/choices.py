@@ -21,8 +21,8 @@ from router.intake.intake import Intake
 from router.intake.prompt_reader import Prompt
 
 MAX_OUTPUTS = 1024
-# Most bytes of images in the commands of one request: the command of each output contains all
-# images.
+# Maximum number of bytes of images in the commands of one request: the command of each output
+# contains all images.
 MAX_IMAGE_BYTES = 128 * 2**20
 
 Item = TypeVar("Item")

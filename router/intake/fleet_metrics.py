@@ -26,7 +26,8 @@ from router.gate.scaling import ScalingSignals
 
 PREFIX = "baton_router"
 Source = TypeVar("Source")
-MAX_ADAPTERS = 1024  # most pairs of a name and an adapter; the pairs used longest ago are dropped
+# Maximum number of pairs of a name and an adapter; the pairs used longest ago are dropped
+MAX_ADAPTERS = 1024
 
 
 class Collected(Collector):

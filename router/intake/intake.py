@@ -83,7 +83,7 @@ class Intake:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens (prompt and output) of a request."""
+        """Maximum number of tokens (prompt and output) of a request."""
         return self.abilities.max_model_len
 
     @property
@@ -186,7 +186,7 @@ class Intake:
                                 self._dispatcher.note_ttft(call)
                             yield delta
                             continue
-                        # Count stop strings here: nodes see no text and so no stop strings.
+                        # Count stop strings here: nodes do not see texts or stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = answer.shown(delta.receipt)

@@ -37,7 +37,7 @@ from router.intake.fleet_metrics import (
     make_family,
 )
 
-MAX_PAIRS = 2048  # most pairs on the page: all pairs would block the event loop
+MAX_PAIRS = 2048  # maximum number of pairs on the page: all pairs would block the event loop
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

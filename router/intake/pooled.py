@@ -50,8 +50,8 @@ from router.intake.prompt_reader import PairPrompt
 from router.intake.texts import ChatPrompt
 
 MAX_INPUTS = 2048
-MAX_INPUT_TOKENS = 2**20  # most tokens of a request's inputs together
-MAX_NUMBERS = 2**21  # most numbers in a response: 8 MiB as float32
+MAX_INPUT_TOKENS = 2**20  # maximum number of tokens of a request's inputs together
+MAX_NUMBERS = 2**21  # maximum number of numbers in a response: 8 MiB as float32
 _AT_ONCE = 64  # calls of one request that wait or run at the same time
 # Parameters without effect: nothing is sampled, they only end a call after its prompt.
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0, seed=0)
@@ -315,7 +315,7 @@ class PooledRequests:
 
     @property
     def _num_at_once(self) -> int:
-        """Most calls of a request at once, within the caller's limit of open requests."""
+        """Maximum number of a request's concurrent calls, within the caller's limit."""
         of_key = self._terms.principal.limits.max_open_requests
         limit = of_key or self._intake.admission.options.max_open_requests_per_client
         return min(_AT_ONCE, limit) if limit and self._terms.principal.name else _AT_ONCE
@@ -364,7 +364,7 @@ async def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result])
 
 @contextlib.contextmanager
 def _named(field: str, place: int, number: int) -> Iterator[None]:
-    """Name an input in errors about a prompt."""
+    """In errors about a prompt, name the field of the input that the prompt was made from."""
     try:
         yield
     except InvalidRequestError as error:

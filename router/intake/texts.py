@@ -29,9 +29,9 @@ from router.intake.images.image_reader import ImageFile
 SHORT_TEXT_CHARS = 4_000
 MAX_MESSAGES = 8_192
 MAX_TOOLS = 1_024
-# Most bytes of a prompt's tools and options; templates may render them shorter.
+# Maximum number of bytes of a prompt's tools and options; templates may render them shorter.
 _MAX_EXTRA_BYTES = 2**16
-_MAX_CHAR_BYTES = 6  # most bytes of a character in JSON: "\\u0007"
+_MAX_CHAR_BYTES = 6  # maximum number of bytes of a character in JSON: "\\u0007"
 _TEXT, _BARE_TEXT, _CHAT, _PAIR = b"t", b"b", b"c", b"p"
 
 
@@ -65,7 +65,7 @@ class Texts:
 
     Args:
         tokenizer: the checkpoint's tokenizer.
-        max_model_len: most tokens of a request; sets the workers' limits.
+        max_model_len: maximum number of tokens of a request; sets the workers' limits.
         early: a template process forked by `fork_texts`; None: worker processes are started without
             it.
     """
@@ -113,7 +113,7 @@ class Texts:
         """Return the token ids of a text.
 
         Args:
-            max_model_len: most tokens that a request may have now.
+            max_model_len: maximum number of tokens that a request may have now.
             caller: the tenant whose text this is.
             add_special_tokens: whether to add the checkpoint's special tokens.
 

@@ -13,7 +13,7 @@ from router.names.base_model import BaseModel
 from router.names.defaults import NO_DEFAULTS, NameDefaults
 
 MAX_NAME_CHARS = 256
-# Most characters; limited because a worker gets the template with each conversation
+# Maximum number of characters; limited because a worker gets the template with each conversation
 MAX_TEMPLATE_CHARS = 2**16
 MAX_SOURCE_CHARS = 1024
 

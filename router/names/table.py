@@ -29,7 +29,7 @@ from router.names.served_name import ServedName
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 4096
-MAX_SHOWN_CHARS = 100  # most characters quoted of a name in errors
+MAX_SHOWN_CHARS = 100  # maximum number of characters quoted of a name in errors
 _MAX_SHOWN_NAMES = 8
 
 
@@ -179,8 +179,8 @@ class NameTable:
     async def _change(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
         """Replace the table by the result of `make`, completely even if the caller is cancelled.
 
-        A cancelled change would release the lock while it is still writing. It could then overwrite
-        the next change's file, which would differ from the table.
+        A cancelled change would release the lock while it is still writing. The cancelled change
+        could then overwrite the next change's file, which would differ from the table.
         """
         change = asyncio.create_task(self._replace(make))
         self._changes.add(change)

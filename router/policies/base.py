@@ -25,7 +25,7 @@ class RouteQuery:
 
     Attributes:
         num_prompt_tokens: tokens to compute first: the prompt, and output of earlier attempts.
-        max_tokens: most output tokens that may follow.
+        max_tokens: maximum number of output tokens that may follow.
         session_id: requests of one session share a prefix; empty: no session.
         timeout_s: seconds until the request's deadline.
         leaves_room: whether to avoid nodes with queued work, so that other tenants find room.

@@ -38,7 +38,7 @@ from router.policies.probes import find_probe
 PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest prefill cost
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
-# Most nodes of each role, most pairs, and most cache hits that a search considers.
+# Maximum number of nodes of each role, most pairs, and most cache hits that a search considers.
 MAX_NODES, MAX_PAIRS, MAX_HITS = 16, 64, 4
 NUM_EXPLAINED = 8
 

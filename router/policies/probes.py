@@ -28,8 +28,8 @@ PROBE_AFTER_S = 30.0
 # the time lost to probes of one node.
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
-DEADLINE_SHARE = 0.1  # most extra cost, as a share of the time until the request's deadline
-MAX_LOOKED_AT = 4  # most nodes of each role that a request considers
+DEADLINE_SHARE = 0.1  # maximum extra cost, as a share of the time until the request's deadline
+MAX_LOOKED_AT = 4  # maximum number of nodes of each role that a request considers
 # Relative error of estimates: only a node that looks slower by more than this needs a probe.
 LEAST_SLOWNESS = 1.25
 

@@ -55,7 +55,7 @@ COMMON_OUTER: Mapping[str, str] = {
 class Change(enum.Enum):
     """Undo one change that the converter made to a tensor (see `models/loading/gguf_changes.py`).
 
-    The first five reorder rows and change no value.
+    The first five reorder rows and do not change any value.
     """
 
     QUERY_HALVES = "split each query head's rows into halves; the file has them in pairs"

@@ -104,7 +104,7 @@ class GgufFile:
         """Read a file's header.
 
         Args:
-            max_header_bytes: most bytes of the header; None: the file's size.
+            max_header_bytes: maximum number of bytes of the header; None: the file's size.
 
         Raises:
             ModelLoadError: the file is no GGUF, truncated or unsupported.

@@ -27,7 +27,7 @@ from baton.cli.router_access import OperatorAccess
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
-MAX_RANGES = 4  # most ranges per owner in the table; JSON has all of them
+MAX_RANGES = 4  # maximum number of ranges per owner in the table; JSON has all of them
 _NO_TRANSFER = ("request", "null block", "step in flight")
 
 

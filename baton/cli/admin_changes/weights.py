@@ -214,7 +214,10 @@ def _ask(admin: AdminConnection, name: str, action: str, **fields: Any) -> admin
 
 
 def _begin_use(admin: AdminConnection, name: str, when: str) -> None:
-    """Let a node use the loaded weights; the answer may be lost, as the node leaves the router."""
+    """Let a node use the loaded weights.
+
+    The answer may be lost, because the node leaves the router.
+    """
     try:
         _ask(admin, name, "USE", when=when)
     except AdminError as error:

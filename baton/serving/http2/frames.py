@@ -4,7 +4,7 @@ gRPC's core accepts headers of any length, and answers every SETTINGS and PING b
 code learns of a call. So the guard reads first. Header blocks and control frames pass if they are
 complete and within limits; the bytes of messages pass unread. Frames that break a rule end the
 connection; frames that come too fast wait. While a call waits for its turn, PING and WINDOW_UPDATE
-overtake it. The guard does no I/O, and knows no gRPC.
+overtake it. The guard does no I/O, and does not know gRPC.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class FrameLimits:
     16 bytes or more in each step. PING costs 4, SETTINGS 32, an acknowledgement 1.
 
     Attributes:
-        max_block_bytes: most bytes of a header block as sent, with its frames' heads.
-        max_header_bytes: most bytes of the decoded headers, plus 32 for each header.
+        max_block_bytes: maximum number of bytes of a header block as sent, with its frames' heads.
+        max_header_bytes: maximum number of bytes of the decoded headers, plus 32 for each header.
         max_continuations: most CONTINUATION frames of one block.
         max_control_bytes: longest payload of a frame that is neither DATA nor part of a header
             block.

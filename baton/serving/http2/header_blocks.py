@@ -14,9 +14,9 @@ _NUM_STATIC = 61
 # Longest name and longest entry in the static table: 27 and 28 characters.
 _STATIC_NAME_BYTES = 27
 _STATIC_ENTRY_BYTES = _ENTRY_BYTES + 28
-# Most entries of a dynamic table with 4,096 bytes, the size that gRPC offers.
+# Maximum number of entries of a dynamic table with 4,096 bytes, the size that gRPC offers.
 _MAX_DYNAMIC = 4096 // _ENTRY_BYTES
-# Most bytes of an integer; no length or index in a block needs more.
+# Maximum number of bytes of an integer; no length or index in a block needs more.
 _MAX_INTEGER_BYTES = 4
 
 

@@ -38,8 +38,8 @@ _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
 _MAX_SENT_BYTES = 2**17  # bytes that may wait for a client before gRPC must wait
-_FEW_STREAMS = 16  # most calls that gRPC may have to cancel at once
-# Most bytes read while a call waits for its turn, to find acknowledgements behind it.
+_FEW_STREAMS = 16  # maximum number of calls that gRPC may have to cancel at once
+# Maximum number of bytes read while a call waits for its turn, to find acknowledgements behind it.
 _MAX_HELD_BYTES = 2**18
 
 

@@ -88,7 +88,7 @@ def _file_problem(value: str) -> str:
 
 
 def _headers_problem(value: str) -> str:
-    """Return what is wrong with headers; shows no header, because they may hold secrets."""
+    """Return what is wrong with headers, without their values, which may hold secrets."""
     for item in filter(str.strip, value.split(",")):
         name, separator, text = item.partition("=")
         name, text = unquote(name).strip().lower(), unquote(text).strip()

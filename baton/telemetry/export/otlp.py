@@ -1,7 +1,7 @@
 """Encodes spans as OTLP messages. Imports OpenTelemetry, so only the exporter imports this.
 
 Ids and times are packed into protobuf's byte format directly. Names and attributes repeat often, so
-they are encoded once and cached. Such encoded parts, joined, are a valid message. An object per
+they are encoded once and cached. The encoded parts, joined, are a valid message. An object per
 span would take four times as long, and slow down a router.
 """
 

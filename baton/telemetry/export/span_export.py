@@ -23,7 +23,7 @@ from baton.version import __version__
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 2**15  # most queued spans, about ten megabytes
+MAX_WAITING = 2**15  # maximum number of queued spans, about ten megabytes
 # Spans in one message: encoding them blocks this process for a millisecond or two.
 _MOST_AT_ONCE = 256
 _INTERVAL_S = 0.5

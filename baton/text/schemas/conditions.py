@@ -22,7 +22,7 @@ _TELLING = ("type", "const", "enum")
 _MAX_EXCLUDED_CHARS = 1_000
 _MAX_WAYS = 8
 _MAX_DEPTH = 8
-_MAX_SCHEMAS = 300  # most schemas in one condition; a reference may repeat a schema
+_MAX_SCHEMAS = 300  # maximum number of schemas in one condition; a reference may repeat a schema
 # A limiting keyword, its opposite, and the types of values that the two limit.
 _NUMBERS, _TEXTS, _LISTS = ("integer", "number"), ("string",), ("array",)
 _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {

@@ -14,8 +14,8 @@ from typing import Any
 
 from baton.text.schemas.references import ANNOTATIONS, Schema, is_of, resolved
 
-MAX_LISTED = 5  # most values of a list whose items must differ
-_MAX_LISTS = 400  # most lists to write out; five values give 326 ordered lists
+MAX_LISTED = 5  # maximum number of values of a list whose items must differ
+_MAX_LISTS = 400  # maximum number of lists to write out; five values give 326 ordered lists
 _MAX_CHARS = 20_000
 # In a list without a maximum length, the contained item must be among this many first items.
 MAX_PLACES = 8

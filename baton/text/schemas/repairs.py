@@ -1,10 +1,10 @@
 """Schema repairs: close gaps through which the grammar library would let wrong outputs pass.
 
 * A class of characters that contains control characters but not ``"`` or ``\\``, such as ``[^"]``,
-  also matches the escapes of the excluded characters. It is narrowed to match no control
-  characters.
-* With open names, a name may occur twice, and ``minProperties`` would count it twice. Such a
-  schema is refused.
+  also matches the escapes of the excluded characters. The pattern is narrowed so that it does not
+  match control characters.
+* With open names, a name may occur twice, and ``minProperties`` would count it twice. A schema with
+  both is refused.
 * A keyword that neither the library nor a rewriting enforces is refused, with its place.
 """
 
@@ -41,7 +41,7 @@ _UNENFORCED = {
     "$dynamicRef": ": use $ref",
     "$recursiveRef": ": use $ref",
 }
-_MAX_WRITTEN = 5_000  # most schemas and listed values that rewriting may add
+_MAX_WRITTEN = 5_000  # maximum number of schemas and listed values that rewriting may add
 _MAX_PATH_CHARS = 200
 # Syntax of character classes that Python's `re` and llguidance read differently.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
@@ -109,7 +109,8 @@ class _Repairs:
         return {
             key: self._value(key, value, f"{path}/{key}", inner)
             for key, value in schema.items()
-            if key not in ANNOTATIONS  # annotations are dropped, as they can be most of a schema
+            # Annotations are dropped, because they can be most of a schema
+            if key not in ANNOTATIONS
         }
 
     def _value(self, key: str, value: Any, path: str, beside: Any) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `baton -h` reads this file, and must not wait for the libra
     from baton.text.tokenizer import Tokenizer
 
 _PROMPT_END_TOKENS = 8
-_MAX_PROMPT_END_TOKENS = 8_192  # most tokens to read, which takes a millisecond
+_MAX_PROMPT_END_TOKENS = 8_192  # maximum number of tokens to read, which takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)

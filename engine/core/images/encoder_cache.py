@@ -18,7 +18,7 @@ class EncoderCache:
     """The workers' encodings, by digest. Only the scheduler changes this object.
 
     Args:
-        num_tokens: most tokens (embedding rows) of all encodings together.
+        num_tokens: maximum number of tokens (embedding rows) of all encodings together.
 
     Attributes:
         num_tokens: the argument, unchanged.
@@ -104,7 +104,7 @@ class EncoderCache:
             self._free[digest] = None
 
     def release_all(self, request_id: str) -> None:
-        """Release all encodings that a request holds, as it has left the batch."""
+        """Release all encodings that a request holds, because it has left the batch."""
         for digest, holder in list(self._held_by.get(request_id, ())):
             self.release(digest, holder)
 

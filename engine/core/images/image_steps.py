@@ -35,10 +35,10 @@ class ImageSteps:
     """Chooses the images that each step encodes.
 
     Args:
-        cache_tokens: most tokens of all encodings that the workers keep; 0: the model takes no
-            images.
-        max_encoder_tokens: most tokens of the images that one step encodes. One image may have
-            more.
+        cache_tokens: maximum number of tokens of all encodings that the workers keep; 0: the model
+            takes no images.
+        max_encoder_tokens: maximum number of tokens of the images that one step encodes. One image
+            may have more.
         counters: counts encoded images and hits.
         keeps_whole: whether no chunk may end within an image.
 
@@ -105,7 +105,7 @@ class ImageSteps:
             images.remove_user(request.request_id)
 
     def forget_all(self) -> None:
-        """Drop all encodings, as the workers may have lost them; call while no request is open."""
+        """Drop all encodings, which the workers may have lost; call while no request is open."""
         self._encode.clear()
         for digest in list(self.cache):
             self.cache.remove(digest)

@@ -45,7 +45,7 @@ class PromptImages:
         images: the images, in order.
         token_ids: the prompt.
         placeholder_token_id: id of the token whose embeddings are replaced by an image's encoding.
-        most_tokens: most tokens of one image.
+        most_tokens: maximum number of tokens of one image.
 
     Attributes:
         spans: the images' tokens, in order.

@@ -35,7 +35,8 @@ from models.parallel.group import Ranks
 CapturePieces = Callable[[Callable[[Callable[[], None]], None]], Sequence[Callable[[], None]]]
 
 LEAST_SIZE = 128  # tokens; smaller steps take a GPU equally long
-# most requests of a captured step: each needs at least one tile, and unused tiles cost time
+# maximum number of requests of a captured step: each needs at least one tile, and unused tiles cost
+# time
 MAX_NUM_REQUESTS = 16
 
 

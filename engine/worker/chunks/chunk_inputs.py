@@ -22,10 +22,10 @@ class ChunkInputs:
 
     Args:
         sizes: captured numbers of tokens, ascending.
-        max_num_requests: most requests in one of these steps.
-        max_blocks: most blocks of one request in one group.
+        max_num_requests: maximum number of requests in one of these steps.
+        max_blocks: maximum number of blocks of one request in one group.
         num_groups: number of groups of the KV cache.
-        max_seq_len: most tokens of one request.
+        max_seq_len: maximum number of tokens of one request.
         device: device of the model.
     """
 

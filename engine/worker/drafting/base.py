@@ -59,7 +59,7 @@ class DraftingStep:
     is_silent: bool = False
 
 
-# a step that makes no drafts
+# a step that does not make any drafts
 FOR_NOBODY = DraftingStep(
     num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
     num_known=(), token_ids=(), next_token_ids=(), parameters=np.zeros(0, PARAMETERS),
@@ -148,7 +148,7 @@ class DraftChooser:
     def pop_distributions(self, step: DraftingStep) -> dict[int, Floats]:
         """Return and forget the distributions of a step's drafts, by index of the sampled token.
 
-        Drafts made by another node are left out, as their distributions are unknown.
+        Drafts made by another node are left out, because their distributions are unknown.
         """
         found: dict[int, Floats] = {}
         offset = sampled = 0

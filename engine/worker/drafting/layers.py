@@ -26,8 +26,8 @@ from engine.worker.drafting.base import DraftChooser, DraftingStep, Drafts, Samp
 from engine.worker.drafting.passes import MANY_TOKENS, Passes
 from models.drafters.base import GreedyDrafter, LayersDrafter
 
-# Most unread output tokens whose states are stored, which takes memory. Older tokens are skipped,
-# which only makes drafts worse.
+# Maximum number of unread output tokens whose states are stored, which takes memory. Older tokens
+# are skipped, which only makes drafts worse.
 MAX_UNREAD = 256
 
 
@@ -56,7 +56,7 @@ class LayersDrafting:
         drafter: computes states and logits of drafts.
         passes: makes the contexts of the drafter's passes.
         num_layers: number of the model's layers; the drafter's layers are numbered after these.
-        max_model_len: most tokens of one request.
+        max_model_len: maximum number of tokens of one request.
         chooser: samples the drafts.
         read_states: returns states between the model's layers in the latest step; None: the drafter
             reads the states after the last norm.

@@ -51,7 +51,7 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        # without rejection sampling, the drafter's dtype changes no output token
+        # without rejection sampling, the drafter's dtype does not change any output token
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         ops=choose_ops(config, device),
         max_model_len=config.max_model_len,

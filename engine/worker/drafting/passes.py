@@ -1,8 +1,8 @@
 """Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
 A pass with few tokens per request is run as a decode step in which each token counts as a request
-with the same blocks. This works because each layer writes the KV of all tokens before it reads any.
-On a CPU, a recorded tape can replay such a step.
+with the same blocks. The pass is correct, because each layer writes the KV of all tokens before it
+reads any. On a CPU, a recorded tape can replay such a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.worker.drafting.base import Ints
 from models.base import ForwardContext, LayerCache
 
 MANY_TOKENS = 33  # tokens of a request from which a pass is large; more than any number of drafts
-_MOST_ROWS = 64  # most rows of a pass that runs as a decode step
+_MOST_ROWS = 64  # maximum number of rows of a pass that runs as a decode step
 
 
 class Passes:

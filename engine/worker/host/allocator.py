@@ -11,7 +11,7 @@ import mmap
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # parameters of mallopt(3)
 _HUGE_PAGE = 2**21
 KEPT_BYTES = 2**30
-_ROOM = KEPT_BYTES // 2  # most free bytes at the heap's end that glibc keeps
+_ROOM = KEPT_BYTES // 2  # maximum number of free bytes at the heap's end that glibc keeps
 
 
 def keep_freed_memory() -> bool:

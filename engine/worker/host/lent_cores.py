@@ -7,7 +7,7 @@
 The borrower reads byte 0 before each multi-threaded part of a step, and leaves the cores if the
 byte is 1. An owner with new work waits until that part has ended, some milliseconds. Without the
 wait, where Linux schedules by session, a thread on a borrowed core may not run for a second. Locks
-end with their process, so a dead node leaves no lock.
+end with their process, so a dead node does not leave any lock.
 
 Refuses to know: the computation, nodes.
 """
@@ -97,7 +97,7 @@ class LentCores:
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """Lend no core inside this context, as another thread of this node needs the cores."""
+        """Lend no core inside this context, because another thread of this node needs the cores."""
         with self._marking:
             self._num_keepers += 1
             self._mark_busy()
@@ -271,7 +271,7 @@ def _open(path: Path) -> int:
 
 def _map_bytes(descriptor: int) -> ctypes.Array[ctypes.c_int8]:
     """Return the two bytes of a file, shared with all processes that map the file."""
-    # written, as a hole in the file would need a page on the first write
+    # written, because a hole in the file would need a page on the first write
     os.posix_fallocate(descriptor, 0, 2)
     mapped = (ctypes.c_int8 * 2).from_buffer(mmap.mmap(descriptor, 2))
     _MAPPED.append(mapped)

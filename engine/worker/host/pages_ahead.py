@@ -16,7 +16,8 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-# most bytes populated beyond the used blocks, so that an idle node's memory stays small
+# maximum number of bytes populated beyond the used blocks, so that an idle node's memory stays
+# small
 AHEAD_BYTES = 2**26
 SHARE = 8  # also at most this fraction (1/8) of the machine's available memory
 STEP_BYTES = 2**21  # bytes of a huge page; populating takes a fraction of a ms

@@ -26,7 +26,7 @@ class RequestRows:
     A row belongs to one request until a plan assigns it to another.
 
     Args:
-        num_rows: most requests in a step.
+        num_rows: maximum number of requests in a step.
         is_staged: whether steps may be staged for graph replays, which read `kernel_parameters`.
 
     Attributes:
@@ -149,7 +149,7 @@ class RequestRows:
 
     def sample_again(self, before: SamplingInput, rows: Ints, sampled_at: Ints) -> SamplingInput:
         """Return the sampler's input of a step whose requests equal the previous step's."""
-        if before.is_greedy:  # greedy sampling reads no position
+        if before.is_greedy:  # greedy sampling does not read any position
             return before
         parameters = before.parameters
         places = sampled_at - parameters["num_prompt_tokens"]

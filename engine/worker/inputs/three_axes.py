@@ -46,7 +46,7 @@ class RotaryPositions:
     """Positions for RoPE, by row of an input batch.
 
     Args:
-        num_rows: most requests in a step.
+        num_rows: maximum number of requests in a step.
 
     Attributes:
         deltas: `[num_rows]`, see `position_delta`; 0: no images.

@@ -1,4 +1,4 @@
-"""A proposer that drafts the last token again. Wrong drafts change no token."""
+"""A proposer that drafts the last token again. Wrong drafts do not change any token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a plug-in's author runs: Baton's contract suites over the package's own entries.
 
-Needs ``BATON_PLUGINS=baton-sample-plugin``, as the entries are found by their names.
+Needs ``BATON_PLUGINS=baton-sample-plugin``, because the entries are found by their names.
 """
 
 from __future__ import annotations

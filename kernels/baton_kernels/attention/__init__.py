@@ -1,6 +1,6 @@
 """Attention backends: their table, and the choice for a device.
 
-Refuses to know: how any backend works, models. Importing this imports no backend.
+Refuses to know: how any backend works, models. Importing this package does not import any backend.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _choose_for_latents(
 def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
     kind = str(device).partition(":")[0]
     if kind == "cpu":
-        from baton_kernels.dispatch import native_ops  # imported late, as it imports torch
+        from baton_kernels.dispatch import native_ops  # imported late, because it imports torch
 
         if native and native_ops() is not None:
             return "native", "the KV cache is on the CPU"

@@ -62,7 +62,7 @@ class FlashInferAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason: our scales of keys are folded into the queries' scale only."""
+        """Return why a float8 cache is not supported: the cache must have the model's dtype."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -100,7 +100,7 @@ class FlashInferAttention:
         wrapper = self._wrappers.get(alike)
         if wrapper is None:
             if self._workspace.device != device or not len(self._workspace):
-                # Not an inference tensor, as a later caller may be outside inference_mode.
+                # Not an inference tensor, because a later caller may be outside inference_mode.
                 with torch.inference_mode(mode=False):
                     self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             name = "Decode" if alike.is_decode else "Prefill"

@@ -1,8 +1,9 @@
 """A library's attention for steps with prompts, and Triton for all others, which graphs can hold.
 
-A library's host work cannot be captured in a CUDA graph, so decodes stay with Triton. Both read the
-same cache and metadata. Where times were measured on this kind of GPU (`baton_kernels.attention
-.measured`), a step goes to the faster of the two. Refuses to know: how either works.
+A library's host work cannot be captured in a CUDA graph, so decodes stay with Triton. Library and
+Triton read the same cache and metadata. Where times were measured on this kind of GPU
+(`baton_kernels.attention.measured`), a step goes to the faster of the two. Refuses to know: how
+either works.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LibraryPrompts:
         return cls.make_library.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; both plan a prompt, as heads decide who computes."""
+        """Implement ``AttentionBackend.plan``; both plan; heads decide which one computes."""
         self._uses_library = metadata.max_query_len > 1
         if self._uses_library:
             self._library.plan(metadata)

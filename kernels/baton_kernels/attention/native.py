@@ -25,7 +25,7 @@ class NativeAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: a float8 cache is supported, as the op converts what it reads."""
+        """Return None: a float8 cache is supported, because the op converts what it reads."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:

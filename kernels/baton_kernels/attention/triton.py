@@ -44,8 +44,8 @@ class TritonAttention:
     The host lists the tiles of prompt chunks. To capture a step with prompt chunks, call
     ``plan_captured`` first; ``fill_captured`` then copies the step's requests to the device before
     each replay. In a captured step with prompt chunks, decodes are in tiles, too. Buffers (one per
-    power of two of requests) and tiles (one per captured size) are never freed, as a graph may hold
-    their addresses.
+    power of two of requests) and tiles (one per captured size) are never freed, because a graph may
+    hold their addresses.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class TritonAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get((capacity, sliding_window))
         if buffers is None:
-            # Not inference tensors, as a later caller may be outside inference_mode.
+            # Not inference tensors, because a later caller may be outside inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = DecodeBuffers.allocate(capacity, shape, query.device)
             self._buffers[capacity, sliding_window] = buffers

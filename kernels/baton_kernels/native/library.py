@@ -390,7 +390,7 @@ def _tell_of_build() -> None:
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Load the library by its open descriptor, as its path may now have another file."""
+    """Load the library by its open descriptor, because its path may now have another file."""
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(opened if opened.exists() else path))

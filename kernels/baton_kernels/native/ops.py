@@ -389,7 +389,7 @@ class NativeOps:
     def add_low_rank_by_slot(
         self, out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
     ) -> None:
-        """Compute ``reference.add_low_rank_by_slot`` in torch, as this op exists for GPUs."""
+        """Compute ``reference.add_low_rank_by_slot`` in torch, because this op exists for GPUs."""
         reference.add_low_rank_by_slot(out, x, slots, ids, tiles)
 
     def quantized_linear(
@@ -401,7 +401,7 @@ class NativeOps:
     def invariant_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor
     ) -> Tensor:
-        """Compute ``reference.invariant_linear`` in torch, as this op exists for GPUs."""
+        """Compute ``reference.invariant_linear`` in torch, because this op exists for GPUs."""
         return reference.invariant_linear(x, weight, bias, arrived)
 
     def packed_scores(self, x: Tensor, weight: PackedWeight) -> Tensor:

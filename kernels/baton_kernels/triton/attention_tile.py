@@ -161,7 +161,7 @@ def sink_weights(sinks, heads, present, highest):
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """Return each row's softmax divisor (1 if it sees no key); if the part is whole, add sinks."""
+    """Return each row's softmax divisor (1 for a row without keys); add sinks to a whole part."""
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
@@ -207,7 +207,11 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """Make a compilation case; arguments not given have equal types in all attention kernels."""
+    """Make the compilation case of an attention kernel.
+
+    Arguments of the kernel that are in neither ``pointers`` nor ``constants`` have the same types
+    in all attention kernels.
+    """
     types = {"score_scale": "fp32", "cap": "fp32"}
     types |= dict.fromkeys(("query_stride", "block_stride"), "i32:16")
     types |= {argument: f"*{dtype}" for argument, dtype in pointers.items()}

@@ -58,7 +58,7 @@ def plan_decodes(
     query_start_loc,  # [num_requests + 1] int32
     seq_lens,  # [num_requests] int32
     num_requests,
-    window,  # most keys that a query attends to
+    window,  # maximum number of keys that a query attends to
     spare_slots,  # programs per KV head that fill the GPU
     num_slots,  # at least num_requests + spare_slots
     TILE: tl.constexpr,  # parts are whole tiles, except a request's last part

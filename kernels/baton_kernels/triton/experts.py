@@ -44,7 +44,7 @@ def experts(
     if not num_tokens:
         return out
     num_rows, top_k = ids.numel(), ids.shape[1]
-    # `invariant`: one tile size, as others may add in another order.
+    # `invariant`: one tile size, because others may add in another order.
     is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
     tile_rows = MANY_ROWS if is_many else FEW_ROWS
     tiles = RowTiles.of(ids, num_experts, tile_rows)

@@ -33,7 +33,7 @@ _runtime = knobs.runtime
 # tuple.
 _Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
 
-# Most launches cached per op, one per shape; shapes change with every prompt.
+# Maximum number of launches cached per op, one per shape; shapes change with every prompt.
 NUM_KEPT = 512
 
 

@@ -36,7 +36,8 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-# Most tokens for which a row's inputs are summed in several parts; also the tokens of a tile.
+# Maximum number of tokens for which a row's inputs are summed in several parts; also the tokens of
+# a tile.
 FEW_TOKENS = 64
 # Fewest tokens for which unpacking the weight pays, by measured times and the memory that unpacking
 # takes.

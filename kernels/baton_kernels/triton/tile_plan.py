@@ -52,7 +52,7 @@ def plan_tiles(
     Args:
         query_lens: new tokens of each request.
         seq_lens: all tokens of each request, the new ones included.
-        tokens_per_tile: most new tokens of a tile.
+        tokens_per_tile: maximum number of new tokens of a tile.
         keys_per_step: keys that a program takes at once; all parts but the last have a multiple of
             this size.
         block_size: tokens per block of the KV cache; parts begin at a block.

@@ -142,7 +142,7 @@ def varlen_attention(
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    diagonal = start  # mask all keys, as each row has a different window
+    diagonal = start  # mask all keys, because each row has a different window
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
         diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE
@@ -282,7 +282,7 @@ class CapturedTiles:
 
     Args:
         num_tokens: tokens of the captured step.
-        num_requests: most requests of a step.
+        num_requests: maximum number of requests of a step.
         shape: shape of the layers.
         element_size: bytes per number of a query.
         sliding_window: window of the layers.

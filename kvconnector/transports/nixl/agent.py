@@ -1,4 +1,4 @@
-"""NixlAgent: the only module that imports nixl. It is typed, and every failure is a TransferError.
+"""NixlAgent: the only module that imports nixl. Each failure is raised as a TransferError.
 
 NIXL has these properties: writes cannot be cancelled, its progress thread uses a whole core, thread
 safety is off by default, errors are exceptions, and a bad address crashes the receiver. So one
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
-# Most released peers that NIXL keeps. A peer whose process has ended costs some kilobytes. Dropping
-# a living peer leaves a TCP connection open on both sides.
+# Maximum number of released peers that NIXL keeps. A peer whose process has ended costs some
+# kilobytes. Dropping a living peer leaves a TCP connection open on both sides.
 MAX_RELEASED = 256
 # Longest silence of a reused connection in seconds. After a network failure, the connection may be
 # dead without an error.

@@ -42,8 +42,8 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
-# Most ranges in all tables of one peer's memory. A range takes some dozens of bytes. The limit
-# keeps a peer that claims many blocks and ranges from filling this node's memory.
+# Maximum number of ranges in all tables of one peer's memory. A range takes some dozens of bytes.
+# The limit keeps a peer that claims many blocks and ranges from filling this node's memory.
 MAX_RANGES = 2**26
 MAX_RANGES_OF_A_TABLE = 2**24
 

@@ -15,7 +15,7 @@ from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
 
 # bytes per encrypting call; the call releases the GIL, and other threads run between calls
 PIECE_BYTES = 2**18
-# Most bytes that one connection reads, and sends, before another connection's turn.
+# Maximum number of bytes that one connection reads, and sends, before another connection's turn.
 ROUND_BYTES = 4 * 2**20
 
 

@@ -28,7 +28,7 @@ from kvconnector.blocks import LayerRange
 
 HEADER = struct.Struct(">BIQ")
 MAX_HEAD_BYTES = 2**20  # enough for the grant of a prompt of a million tokens
-MAX_HELLO_BYTES = 2**10  # most bytes of a head before HELLO is accepted
+MAX_HELLO_BYTES = 2**10  # maximum number of bytes of a head before HELLO is accepted
 MAX_PAYLOAD_BYTES = 2**28  # more than any write: 8 MiB, or one block
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

@@ -1,9 +1,9 @@
 """Identity: proves a node's identity on KV connections, and checks peers' proofs.
 
 Without certificate files, a node makes its own key and certificate at start. Peers get the
-certificate with the node's peer info, through the router, and accept no other certificate. Nothing
-has to be set up. With files, both ends verify the chain to the CA, and compare the certificate's
-name with the name in the peer info.
+certificate with the node's peer info, through the router, and do not accept any other certificate.
+Nothing has to be set up. With files, both ends verify the chain to the CA, and compare the
+certificate's name with the name in the peer info.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvconnector.transports.base import CertificateFiles, Certificates
 
 logger = logging.getLogger(__name__)
 
-MAX_CERTIFICATE_BYTES = 4096  # most bytes of a certificate; Baton's own have about 400
+MAX_CERTIFICATE_BYTES = 4096  # maximum number of bytes of a certificate; Baton's own have about 400
 MAX_FORGOTTEN = 64
 # A lifetime longer than any process; peers forget the certificate when the process ends
 _VALID_DAYS = 36500

@@ -34,11 +34,13 @@ from kvconnector.transports.sockets.identity import Identity
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 3.0
-MAX_STRANGERS = 32  # most connections without a valid HELLO; a new one replaces the oldest
-MAX_ACCEPTS = 8  # most accepted connections per round
-# Most connections per peer: a peer that dials again may not know that its older one has ended.
+# Maximum number of connections without a valid HELLO; a new one replaces the oldest
+MAX_STRANGERS = 32
+MAX_ACCEPTS = 8  # maximum number of accepted connections per round
+# Maximum number of connections per peer: a peer that dials again may not know that its older one
+# has ended.
 MAX_PER_PEER = 4
-MAX_QUEUED_BYTES = 2**20  # most bytes queued for a peer that does not read
+MAX_QUEUED_BYTES = 2**20  # maximum number of bytes queued for a peer that does not read
 _LOG_INTERVAL_S = 1.0
 
 

@@ -33,11 +33,12 @@ from kvconnector.transports.sockets.frames import (
 )
 from kvconnector.transports.sockets.identity import Identity
 
-DIAL_TIMEOUT_S = 5.0  # most seconds from dialling until WELCOME
+DIAL_TIMEOUT_S = 5.0  # maximum number of seconds from dialling until WELCOME
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
 REPORT_S = 1.0  # seconds without a WELCOME after which the reason is logged
-MAX_QUEUED_BYTES = 8 * 2**20  # most bytes of queued messages; the sender limits queued blocks
+# Maximum number of bytes of queued messages; the sender limits queued blocks
+MAX_QUEUED_BYTES = 8 * 2**20
 # Below the limit of 2^24 full records per TLS 1.3 key (RFC 8446, 5.5).
 RENEW_BYTES = 2**37
 

@@ -1,8 +1,8 @@
 """TlsTransport: sends writes over TLS 1.3; the receiving process copies them into its memory.
 
-Peers cannot access memory. A write names its transfer. Its bytes are copied into the cache only
-while this transfer has a grant for this peer and these blocks. Late, replayed or forged writes
-match no grant, and are dropped.
+Peers cannot access memory. A write names its transfer. The bytes of the write are copied into the
+cache only while this transfer has a grant for this peer and these blocks. Late, replayed or forged
+writes match no grant, and are dropped.
 """
 
 from __future__ import annotations

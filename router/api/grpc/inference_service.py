@@ -32,7 +32,8 @@ from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 from router.names.table import NameTable
 
-# Most receipts of a pooled request that are sent in trailers; clients limit the size of trailers
+# Maximum number of receipts of a pooled request that are sent in trailers; clients limit the size
+# of trailers
 MAX_TRAILERS = 16
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 NamingRequest = (

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.api.outputs import TextDelta, count_logprobs, join_deltas
 
-# Most calls that read one stream. The call of a lost connection still counts for a while.
+# Maximum number of calls that read one stream. The call of a lost connection still counts for a
+# while.
 MAX_READERS = 16
 
 
@@ -23,9 +24,10 @@ class JournalOptions:
 
     Attributes:
         grace_s: how long a stream without readers is kept in seconds, running or ended.
-        max_streams: most streams kept for all tenants together; one tenant may use half.
-        max_bytes: most bytes kept for all tenants together; one tenant may use half, one stream a
-            quarter.
+        max_streams: maximum number of streams kept for all tenants together; one tenant may use
+            half.
+        max_bytes: maximum number of bytes kept for all tenants together; one tenant may use half,
+            one stream a quarter.
     """
 
     grace_s: float = 10.0

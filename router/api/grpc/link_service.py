@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# Most waiting commands per node. Nodes that read their links have far fewer.
+# Maximum number of waiting commands per node. Nodes that read their links have far fewer.
 MAX_QUEUED_COMMANDS = 50_000
 
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
@@ -94,7 +94,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            # The node sends events but reads no commands
+            # The node sends events but does not read commands
             if outgoing.qsize() > MAX_QUEUED_COMMANDS:
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():

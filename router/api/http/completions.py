@@ -31,8 +31,8 @@ from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-# Most characters of echoed prompts in one response. A client sends a prompt once, but each of up to
-# a hundred outputs echoes it.
+# Maximum number of characters of echoed prompts in one response. A client sends a prompt once, but
+# each of up to a hundred outputs echoes it.
 MAX_ECHOED_CHARS = 2**23
 
 _Echo = tuple[list[int], str]  # a prompt's token ids and text

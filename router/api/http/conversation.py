@@ -32,7 +32,7 @@ from router.intake.parsers.choice import AskedThinking, OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 
-# Budget of thinking tokens by effort level, for models whose template knows no levels.
+# Budget of thinking tokens by effort level, for models whose template does not know levels.
 EFFORT_BUDGETS: dict[str, int | None] = {
     "none": 0,
     "minimal": 512,

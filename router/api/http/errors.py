@@ -192,7 +192,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> Any:
         return await handler(request)
     except web.HTTPException as error:
         return error_response(request, _of_http(request, error))
-    except ConnectionError:  # the client disconnected and will read no response
+    except ConnectionError:  # the client disconnected and will not read any response
         return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
     except Exception as error:  # the only place of this API that catches all errors
         return error_response(request, known_error(error))

@@ -66,16 +66,16 @@ PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
 SHORT_BODY_BYTES = 2**16  # shorter bodies are read at once, longer bodies wait for a turn
 SESSION_ID_HEADER = "X-Session-Id"
-_MAX_SHOWN_CHARS = 100  # most characters that errors quote from a header
+_MAX_SHOWN_CHARS = 100  # maximum number of characters that errors quote from a header
 # Seconds that a body may take, plus the time that its bytes need at the slowest allowed rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
 # A client that reads nothing for this many seconds after its deadline is disconnected.
 READ_GRACE_S = 30.0
-# Most logprobs of a response without stream, over all outputs: building more takes much memory and
-# blocks the event loop.
+# Maximum number of logprobs of a response without stream, over all outputs: building more takes
+# much memory and blocks the event loop.
 MAX_LOGPROBS_AT_ONCE = 300_000
-# Most prompt token ids in one response; ids count once per output.
+# Maximum number of prompt token ids in one response; ids count once per output.
 MAX_RETURNED_TOKEN_IDS = 2**20
 
 
@@ -97,7 +97,7 @@ class Dialect(Protocol):
         ...
 
     def chunk(self, index: int, delta: TextDelta) -> Choice:
-        """Return the next piece of an output, even if it adds no text.
+        """Return the next piece of an output, even if it does not add any text.
 
         Each piece makes a chunk, because clients measure token times between chunks.
         """

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_SHOWN_CHARS = 256  # most characters that errors quote from a client
+MAX_SHOWN_CHARS = 256  # maximum number of characters that errors quote from a client
 # Fields of other APIs that change the answer and are not supported.
 REFUSED = {
     "functions": "is not supported: use tools",
@@ -111,7 +111,7 @@ class SharedFields(msgspec.Struct, kw_only=True):
     """Fields with the same meaning in completions, chat and responses. None: a field is absent.
 
     Attributes:
-        cache_salt: vLLM's field: prompts with different salts share no cached blocks.
+        cache_salt: vLLM's field: prompts with different salts do not share any cached blocks.
         session_id: Baton's field: requests of one session share a prefix. (OpenAI's ``user`` may
             have many sessions.)
         priority: vLLM's field: among waiting requests, smaller values go first.

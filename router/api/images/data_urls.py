@@ -9,7 +9,7 @@ from baton.api.errors import InvalidRequestError
 from router.intake.images.image_options import ImageOptions
 
 SCHEME = "data:"
-_MAX_HEAD_CHARS = 128  # most characters of the media type and its parameters
+_MAX_HEAD_CHARS = 128  # maximum number of characters of the media type and its parameters
 _BASE64 = ";base64"
 
 

@@ -21,9 +21,9 @@ from router.api.images.image_hosts import ImageHosts, PinnedUrl
 from router.intake.images.image_options import ImageOptions
 from router.intake.images.image_reader import ImageFile, ImageReader
 
-MAX_FETCHES = 16  # most fetches at once, for all callers together
+MAX_FETCHES = 16  # maximum number of fetches at once, for all callers together
 # Hosts that never answer must not keep other tenants' images waiting.
-MAX_FETCHES_OF_CALLER = 8  # most fetches at once for one tenant
+MAX_FETCHES_OF_CALLER = 8  # maximum number of fetches at once for one tenant
 _PIECE_BYTES = 2**16
 _MAX_HEADER_BYTES = 8_190
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-Encoding": "identity"}

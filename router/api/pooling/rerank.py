@@ -36,7 +36,7 @@ class RerankRequest(PooledFields, kw_only=True):
     """Body of ``POST /v1/rerank``.
 
     Attributes:
-        top_n: most results; None: all.
+        top_n: maximum number of results; None: all.
         return_documents: whether results contain the documents; None: true, except in version 2.
         instruction: Baton's field: the task in words, for rerankers.
     """

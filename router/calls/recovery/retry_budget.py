@@ -156,8 +156,8 @@ class CallRetries:
     def note_failure(self, error: RequestError, was_loss: Callable[[], bool]) -> None:
         """Count a failed attempt that may be retried.
 
-        A lost node is not the call's fault, and retrying its calls adds no load. These retries use
-        no budget and have a higher limit.
+        A lost node is not the call's fault, and retrying its calls does not add any load. These
+        retries do not use any budget and have a higher limit.
 
         Args:
             was_loss: returns whether the attempt failed because a node is gone or silent. Called

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024
 MAX_HISTORIES = 4096
-# Most suspects of one lost node that are tried alone; the oldest suspects come first.
+# Maximum number of suspects of one lost node that are tried alone; the oldest suspects come first.
 MAX_SUSPECTS_PER_LOSS = 16
 # Losses further apart than this are judged separately.
 WINDOW_S = 10.0

@@ -418,7 +418,7 @@ class NodeLoad:
         return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:
-        """Compute the values that policies read. They change less often than they are read."""
+        """Compute the values that policies read more often than the values change."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
         self.prefill_queue_s = line.base * num_requests + line.per_unit * (

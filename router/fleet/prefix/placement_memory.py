@@ -20,7 +20,7 @@ class PlacementMemory:
     Sets of nodes are bits of an integer.
 
     Args:
-        max_blocks: most contents remembered.
+        max_blocks: maximum number of contents remembered.
         lifetime_s: longest time that a placement is remembered; the shortest time is half as long,
             or less if there are too many placements.
         clock: returns monotonic seconds.

@@ -35,7 +35,7 @@ MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
 _MAX_SHARED_SETS = 2**16
-MAX_KINDS = 8  # most kinds of block hashes; a prompt is hashed once for each kind
+MAX_KINDS = 8  # maximum number of kinds of block hashes; a prompt is hashed once for each kind
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class PrefixIndex:
     Args:
         max_blocks: most (node, block) entries. Contents beyond this are left out, and placements
             count for their nodes.
-        max_placed_blocks: most blocks whose placement is remembered.
+        max_placed_blocks: maximum number of blocks whose placement is remembered.
         placement_lifetime_s: longest time that a placement is remembered.
         sweep_blocks: entries of removed nodes that are dropped at a time; dropping more would block
             the event loop.

@@ -21,7 +21,7 @@ from baton.text.schemas.rewrites import rewritten
 
 _MAX_DEPTH = 16
 _MAX_PARTS = 2  # members of allOf whose types are read
-_MAX_SCHEMAS = 2_000  # most subschemas visited per function
+_MAX_SCHEMAS = 2_000  # maximum number of subschemas visited per function
 # Keywords of parameters that name arguments or constrain nothing.
 _PLAIN = frozenset(
     {

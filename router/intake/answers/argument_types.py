@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-# Most subschemas visited for one argument; a larger schema counts as allowing anything.
+# Maximum number of subschemas visited for one argument; a larger schema counts as allowing
+# anything.
 MAX_SCHEMAS = 1_000
 _MAX_DEPTH = 32
 # Python's notation is read, too, because some families' templates show it.

@@ -426,7 +426,7 @@ def _harmony(functions: Sequence[Function], mark: Mark) -> str:
     json_mark = f'(" "? {mark(harmony.CONSTRAIN)} "json" | " json")? {message}'
     behind = f'{channel} "commentary" {json_mark}'
     return (
-        "calls: first | second\n"  # the prompt may end after the role, or before the recipient
+        "calls: first | second\n"  # the channel first, or the recipient first
         f'first: {channel} "commentary to=functions." {_each(functions, json_mark)}\n'
         f'second: " to=functions." {_each(functions, behind)}\n'
     )

@@ -36,9 +36,9 @@ class OwnPrompts:
         self._memory = memory or PlacementMemory(MAX_BLOCKS, LIFETIME_S)
 
     def num_tokens(self, call: Call) -> int | None:
-        """Return how many prompt tokens the call's tenant sent before.
+        """Return how many tokens at the start of the prompt its tenant has sent before.
 
-        Returns None if the tenant shares no cache.
+        Returns None if the tenant does not share any cache.
         """
         if not call.terms.principal.cache_group:
             return None

@@ -13,7 +13,7 @@ MOST_BYTES = 48 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """Limits of the images in requests. They are checked before anything is allocated."""
+    """Limits of the images in requests. The limits are checked before anything is allocated."""
 
     max_images: int = option(16, least=0, most=1024, help="Most images of a request; 0: none.")
     max_image_bytes: int = option(

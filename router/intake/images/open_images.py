@@ -19,8 +19,8 @@ class OpenImages:
     """Bounds the bytes of open image files. Belongs to one event loop.
 
     Args:
-        max_bytes: most bytes of all callers; one caller may have half of them. A single request is
-            never refused.
+        max_bytes: maximum number of bytes of all callers; one caller may have half of them. A
+            single request is never refused.
     """
 
     def __init__(self, max_bytes: int) -> None:

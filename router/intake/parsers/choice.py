@@ -30,7 +30,7 @@ class AskedThinking:
     Attributes:
         is_off: whether the model must not think.
         must_think: whether the output must begin with a thought; if not, the model decides.
-        budget_tokens: most tokens of the thought; None: no limit.
+        budget_tokens: maximum number of tokens of the thought; None: no limit.
         goes_on: whether the output continues text of the prompt; if so, no thought begins.
     """
 

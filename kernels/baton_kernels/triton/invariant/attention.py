@@ -42,11 +42,12 @@ from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.varlen_attention import attend_tile
 
 LEAST_PART = 512  # fewest keys of a part; a multiple of every tile size
-MOST_PARTS = 16  # most parts of one query
+MOST_PARTS = 16  # maximum number of parts of one query
 _NO_WINDOW = 2**31 - 1
 
 # Tiles by padded head size, for 16-bit numbers. A matrix product on 9.0 has at least 64 rows. All
-# GPUs use the same tiles, as other tiles give other bits; so all tiles must fit the 99 KiB of 8.6.
+# GPUs use the same tiles, because other tiles give other bits; so all tiles must fit the 99 KiB of
+# 8.6.
 _ROWS = 64
 _TILES = {
     16: TileSize(64, 4, 5),
@@ -88,7 +89,8 @@ def weigh(highest, total, acc, lse, values):
         highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
         total: ``[M]``, the sum of the parts' weights relative to ``highest``.
         acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
-        lse: ``[M]``, log2 of the part's sum of weights; -inf if a row sees no key of the part.
+        lse: ``[M]``, log2 of the part's sum of weights; -inf if a row does not see any key of the
+            part.
         values: ``[M, D]``, the part's result.
     """
     new_highest = tl.maximum(highest, lse)
@@ -209,7 +211,7 @@ def invariant_decodes(
     TILE: tl.constexpr,  # keys at once
     HEADS: tl.constexpr,  # GROUP rounded up
     LEAST: tl.constexpr,  # fewest keys of a part
-    MOST: tl.constexpr,  # most parts
+    MOST: tl.constexpr,  # maximum number of parts
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
@@ -349,7 +351,7 @@ def cut_prompts(
     Args:
         query_lens: new tokens of each request.
         seq_lens: all tokens of each request, the new ones included.
-        tokens_per_tile: most tokens of a tile.
+        tokens_per_tile: maximum number of tokens of a tile.
 
     Returns:
         ``(request, first new token, end)`` of each tile; tiles that see the most keys come first.
@@ -424,7 +426,7 @@ def bind_invariant(
         metadata: lengths and blocks of the step's requests.
         work: buffers, to bind the requests with one new token; or tiles, to bind all others.
         scale: factor of the dot products.
-        sliding_window: most keys that a query sees, the newest; None: all.
+        sliding_window: maximum number of keys that a query sees, the newest; None: all.
         soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)

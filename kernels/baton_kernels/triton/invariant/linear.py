@@ -98,7 +98,7 @@ def _launcher(tile: LinearTile, is_even: bool) -> Launcher:
     )  # fmt: skip
 
 
-# Not specialized, as a new number must not cause a compilation while serving.
+# Not specialized, because a new number must not cause a compilation while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, arrived_ptr, num_tokens, x_stride,

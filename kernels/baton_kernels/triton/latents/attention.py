@@ -36,7 +36,7 @@ from baton_kernels.triton.decode_attention import (
 )
 from baton_kernels.triton.launch import Launcher
 
-_MOST_HEADS = 16  # most heads of a tile: tl.dot has at least 16 rows
+_MOST_HEADS = 16  # maximum number of heads of a tile: tl.dot has at least 16 rows
 _MIN_PART_TOKENS = 128
 _NO_WINDOW = 2**31 - 1
 _PROMPT_ROWS = 32  # rows of a prompt's tile; half for float32, which needs more registers

@@ -18,7 +18,7 @@ from baton_kernels.triton.launch import Launcher
 
 CHANNELS = 128  # channels of a program
 TILE_TOKENS = 8  # prompt tokens of a tile, computed at once
-LARGEST_SHARE = 32  # most programs that share one request's tokens
+LARGEST_SHARE = 32  # maximum number of programs that share one request's tokens
 
 
 def causal_conv(
@@ -155,7 +155,10 @@ def store_results(
     out_ptr, out_gate_ptr, out_gate_stride, token, channel, num_channels, result, mask,
     SILU: tl.constexpr,
 ):  # fmt: skip
-    """Apply ``silu`` and gate to sums, float32 ``[tokens, CHANNELS]``, and store them."""
+    """Store ``result``, float32 ``[tokens, CHANNELS]``, after ``silu`` and the gate.
+
+    ``silu`` is applied if ``SILU`` is set, and the gate if ``out_gate_ptr`` is not None.
+    """
     dtype = out_ptr.dtype.element_ty
     if SILU:
         small = tl.exp(-tl.abs(result))  # exp(-|x|) cannot overflow

@@ -90,7 +90,10 @@ def first_best(scores, token_ids):
 
 @triton.jit
 def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
-    """Return the largest key from which on weights sum to ``target``; 0: none does."""
+    """Return the largest key whose weight and the weights of larger keys sum to ``target`` or more.
+
+    Returns 0 if all weights together sum to less.
+    """
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2**31, tl.uint32)
     for _ in range(NUM_BITS):

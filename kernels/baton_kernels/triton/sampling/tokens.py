@@ -1,6 +1,6 @@
 """Sample one token per row without a sort: top-k, top-p, min-p and seeded Gumbel-max noise.
 
-There are always three launches, and the host reads no result, so a CUDA graph can hold the
+There are always three launches, and the host does not read any result, so a CUDA graph can hold the
 launches.
 
     partials   reads every token: best score, total weight, best logit of each group of tokens
@@ -26,7 +26,8 @@ from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel
 
 # Tokens of a part (one program's), and of a group (whose logits are read or skipped together).
 PART, GROUP = 2048, 64
-# Most candidates that `choose` can hold, and the k that `choose` uses for top-p without top-k.
+# Maximum number of candidates that `choose` can hold, and the k that `choose` uses for top-p
+# without top-k.
 MOST, DEFAULT_K = 1024, 256
 TILE = 16  # groups of logits read at once
 SEARCH_BLOCK = 4096  # 8192 would spill registers for bfloat16
