@@ -16,7 +16,7 @@ from types import ModuleType
 
 # All packages that the distribution installs beside `baton`.
 NAMES = (
-    "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
+    "router", "encode_node", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
     "engine", "kvconnector", "models", "baton_kernels",
 )  # fmt: skip
 _HOME = Path(__file__).absolute().parents[1]

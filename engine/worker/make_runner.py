@@ -95,8 +95,6 @@ def make_model_runner(
             device=device,
         )
         chunk_graphs = Replays(partial(ChunkGraphs, context, chunk_inputs), chunk_inputs.sizes)
-    if samples_on_device is None:
-        samples_on_device = device.type == "cuda" and find_spec("triton") is not None
     extras = StepExtras(
         loaded.model,
         device,
@@ -120,12 +118,19 @@ def make_model_runner(
             num_steps=config.max_steps_in_flight,
             whole_image_groups=_whole_image_groups(loaded),
         ),
-        StepSampler(samples_on_device, rejects),
+        StepSampler(_samples_on_device(samples_on_device, device), rejects),
         extras,
         ranks=loaded.ranks,
         sends_tokens=sends_tokens,
         num_steps=config.max_steps_in_flight,
     )
+
+
+def _samples_on_device(asked: bool | None, device: torch.device) -> bool:
+    """Return what is asked for; without it, whether Triton can sample on the device."""
+    if asked is None:
+        return device.type == "cuda" and find_spec("triton") is not None
+    return asked
 
 
 def _whole_image_groups(loaded: LoadedModel) -> tuple[int, ...]:

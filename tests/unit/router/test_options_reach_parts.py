@@ -28,7 +28,9 @@ def config(**options: Any) -> RouterConfig:
 
 def test_prompts_are_read_and_logged_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr(base_parts, "Intake", lambda *parts, **options: made.update(options))
+    monkeypatch.setattr(base_parts, "Intake", lambda *parts, **options: None)
+    for part in ("PromptReader", "Answers"):
+        monkeypatch.setattr(base_parts, part, lambda *parts, **options: made.update(options))
     texts = TextOptions(trust_request_chat_template=True, cut_changing_lines=False)
     base_parts.make_intake(
         config(texts=texts, log_prompts=True),
