@@ -214,8 +214,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 def _check_number(field: str, value: object, limits: str, low: float, high: float) -> None:
     """Raise InvalidRequestError, with ``limits`` as text, unless a finite number is in range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Type: ignore[operator]  # a number
-    if is_number and low <= value <= high and value < math.inf:
+    if is_number and low <= value <= high and value < math.inf:  # type: ignore[operator]  # a number
         return
     raise InvalidRequestError(field, f"must be {limits}, got {value!r}")
 

@@ -140,8 +140,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._service_names = [service.full_name for service in services]
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        # Type: ignore[attr-defined]  # lazy there
-        servicer = reflection.aio.ReflectionServicer(names)
+        servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # lazy there
         _add_reflection(servicer, self._server)
 
     async def start(self, listen: str) -> str:
