@@ -405,6 +405,8 @@ class EngineConfig:
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             got = repr(self.pipeline_layers)
             raise ConfigError(f"pipeline_layers: must be numbers above 0 such as 8,4, got {got}")
+        if parts and self.pipeline_parallel_size == 1:
+            raise ConfigError("pipeline_layers: needs pipeline_parallel_size of 2 or more, got 1")
         if parts and len(parts) != self.pipeline_parallel_size:
             raise ConfigError(
                 f"pipeline_layers: must have one number for each of the "

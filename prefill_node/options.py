@@ -34,7 +34,7 @@ class PrefillOptions(NodeOptions):
         "encodes the images whose encodings do not come.",
     )
     encode_timeout_s: float = option(
-        10.0,
+        3.0,
         above=0,
         help="With --encode-nodes: how long a prompt waits for an encoding before this node "
         "encodes the image, seconds.",

@@ -163,6 +163,9 @@ class ModelRunner:
             spans = inputs.adapters_of(inputs.last_token_rows.tolist()) if spans else ()
         logits = self._model.compute_logits(last, spans)
         if not self._ranks.leads:
+            if self._device.type == "cuda":
+                # NCCL's first send waits for its receiver, which may never get another step.
+                self._receive_tokens()
             return self._launched_step(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)

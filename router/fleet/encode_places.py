@@ -93,7 +93,8 @@ class EncodePlaces:
         plan = EncodePlan(epoch, prefill.engine_id, engine_ids)
         firsts = {image.span.digest: image for image in reversed(images)}
         for node in usable:
-            own = tuple(firsts[digest] for digest in chosen if chosen[digest] is node)
+            mine = (firsts[digest] for digest in chosen if chosen[digest] is node)
+            own = tuple(sorted(mine, key=lambda image: image.span.first))  # as commands need them
             if own:
                 plan.by_node.append((node, own))
         return plan

@@ -293,10 +293,11 @@ def test_a_decode_step_is_written_over_that_of_the_same_requests(
     )
     filled = []
 
-    def note(self: InputBatch, columns: Any, fill: Any = InputBatch._fill) -> PreparedStep:
+    fill = InputBatch._fill
+
+    def note(self: InputBatch, columns: Any, images: Any = None) -> PreparedStep:
         filled.append(columns)
-        step: PreparedStep = fill(self, columns)
-        return step
+        return fill(self, columns, images)
 
     monkeypatch.setattr(InputBatch, "_fill", note)
     params = SamplingParams(temperature=temperature, seed=1)

@@ -20,6 +20,9 @@ from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 
 # FlashInfer merges splits of keys in this memory; its documentation uses 128 MiB.
 WORKSPACE_BYTES = 256 * 2**20
+# Sets of wrappers. A set is planned again only when the device has run the set's last step, so two
+# sets let the host plan a step while the device runs the step before.
+_TURNS = 2
 HEAD_SIZES = (64, 128, 256)  # sizes that its released kernels have
 
 
@@ -56,7 +59,10 @@ class FlashInferAttention:
     def __init__(self) -> None:
         self._library: Any = import_module("flashinfer")
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._wrappers: dict[_Alike, Any] = {}
+        self._wrappers: dict[tuple[_Alike, int], Any] = {}
+        # Events behind the last step's calls: a wrapper's plan is copied from the wrapper's buffer.
+        self._used: dict[int, torch.cuda.Event] = {}
+        self._turn = 0  # the set of wrappers that this step uses
         self._planned: set[_Alike] = set()  # plans of this step
         self._num_rows = 0  # first row of padding
 
@@ -67,7 +73,12 @@ class FlashInferAttention:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on layers."""
+        if self._planned and metadata.seq_lens.device.type == "cuda":
+            self._used[self._turn] = torch.cuda.current_stream().record_event()
         self._planned.clear()
+        self._turn = (self._turn + 1) % _TURNS
+        if self._turn in self._used:
+            self._used.pop(self._turn).synchronize()
         self._num_rows = sum(metadata.query_lens)
 
     def run(
@@ -97,7 +108,7 @@ class FlashInferAttention:
         return torch.cat((found, found.new_zeros(len(query) - self._num_rows, *found.shape[1:])))
 
     def _wrapper(self, alike: _Alike, device: torch.device) -> Any:
-        wrapper = self._wrappers.get(alike)
+        wrapper = self._wrappers.get((alike, self._turn))
         if wrapper is None:
             if self._workspace.device != device or not len(self._workspace):
                 # Not an inference tensor, because a later caller may be outside inference_mode.
@@ -105,7 +116,7 @@ class FlashInferAttention:
                     self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             name = "Decode" if alike.is_decode else "Prefill"
             make = getattr(self._library, f"Batch{name}WithPagedKVCacheWrapper")
-            self._wrappers[alike] = wrapper = make(self._workspace, "HND")
+            self._wrappers[alike, self._turn] = wrapper = make(self._workspace, "HND")
         return wrapper
 
 

@@ -41,8 +41,9 @@ class LibraryPrompts:
 
     @classmethod
     def reason_against_fp8(cls, device: torch.device) -> str | None:
-        """Return the library's reason."""
-        return cls.make_library.reason_against_fp8(device)
+        """Return the library's reason, or Triton's."""
+        of_library = cls.make_library.reason_against_fp8(device)
+        return of_library or TritonAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Implement ``AttentionBackend.plan``; both plan; heads decide which one computes."""

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.link.words import PAIR_ROLES
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 from router.fleet.node import Node
@@ -129,7 +130,8 @@ class TrialRooms:
         Args:
             num_others: number of other candidates that are not kept.
         """
-        role, nodes = node.registration.role, self._pool.nodes
+        role = node.registration.role
+        nodes = [one for one in self._pool.nodes if one.registration.role in PAIR_ROLES]
         kept = [one for one in nodes if one.engine_id in self._rooms]
         is_second = any(one.registration.role is role for one in kept)
         if is_second and (node.num_open or not num_others):
