@@ -42,7 +42,7 @@ class Engine:
         max_model_len: maximum number of tokens of one request.
         eos_token_ids: tokens that end an output unless a request ignores them.
         last_scheduled: the latest step, running or ended, for failure reports.
-        compatibility: properties that KV depends on; the argument of `cache_namespace`.
+        compatibility: properties, by name, that must be equal on two nodes that exchange KV.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Engine:
         Args:
             executor: executor that has loaded the model and allocated the cache.
             scheduler: schedules requests over the blocks of the executor's cache.
-            features: the features over that scheduler.
-            compatibility: properties that KV depends on.
+            features: grammars, images and drafts, made for this scheduler.
+            compatibility: properties, by name, that must be equal on two nodes that exchange KV.
         """
         self.executor = executor
         self.model_config, self.dtype = executor.model_config, executor.dtype
@@ -171,7 +171,7 @@ class Engine:
         """Forget cached KV and encodings after the weights changed; call while no request is open.
 
         Args:
-            compatibility: properties that KV depends on from now on.
+            compatibility: new value of the attribute `compatibility`.
         """
         self.compatibility = compatibility
         self.kv_cache_manager.rename(cache_namespace(compatibility))

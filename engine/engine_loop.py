@@ -77,7 +77,7 @@ class EngineLoop:
     async def ask(self, function: Callable[[], T]) -> T:
         """Call a function between two steps; raise its BatonError in the calling thread.
 
-        Other exceptions end the loop, as in `call`.
+        Any other exception is raised there, too, and also ends the loop.
         """
 
         def answer() -> tuple[T | None, BatonError | None]:

@@ -2,7 +2,7 @@
 
     Sender --- SendMachine --- IoLoop --- SimTransport  ===  SimTransport --- IoLoop --- ...
 
-All nodes are in one process, which knows the living ones. So there are no greetings, probes or
+All nodes are in one process, which knows the living ones. So there are no handshakes, probes or
 keep-alive messages, and messages are not sealed. Messages arrive at once; a node's writes use its
 link one after another. The nodes drive the I/O loops.
 """

@@ -128,7 +128,7 @@ class Package:
 
 
 def packages(root: Path) -> list[Package]:
-    """Measure all packages; rooms come before their packages."""
+    """Measure all packages; a package comes before the packages in its folder."""
     return [_package(name, sorted((root / name).glob("*.py"))) for name in package_names(root)]
 
 

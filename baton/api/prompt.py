@@ -1,4 +1,4 @@
-"""Checks of requests, and seeds and ids of outputs; for router, nodes and offline use."""
+"""Check requests, and draw seeds, and derive seeds and ids of outputs."""
 
 from __future__ import annotations
 

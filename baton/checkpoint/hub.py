@@ -104,7 +104,7 @@ def find_cached(model: str, name: HubName, patterns: Sequence[str]) -> Path | No
 
 def _cached_snapshot(repository: str, patterns: Sequence[str]) -> Path | None:
     """Return the folder of a repository in the hub library's cache; None: it is not there."""
-    import huggingface_hub  # imported late, as in `_files_of`
+    import huggingface_hub  # takes half a second, which local folders need not wait for
 
     try:
         return Path(
@@ -112,7 +112,7 @@ def _cached_snapshot(repository: str, patterns: Sequence[str]) -> Path | None:
                 repository, allow_patterns=list(patterns), local_files_only=True
             )
         )
-    except Exception:  # any exception, as in `_files_of`
+    except Exception:  # the hub library's errors have no common base class
         return None
 
 
@@ -201,7 +201,7 @@ def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
-    except Exception as error:  # any exception, as in `_files_of`
+    except Exception as error:  # the hub library's errors have no common base class
         raise _cannot_fetch(model, error) from error
 
 
@@ -216,7 +216,7 @@ def _fetched(model: str, repository: str, file: str) -> Path:
         with _one_at_a_time(path):
             if not path.exists():
                 _download(repository, file, path)
-    except Exception as error:  # any exception, as in `_files_of`
+    except Exception as error:  # the hub library's errors have no common base class
         raise _cannot_fetch(model, error) from error
     return path
 

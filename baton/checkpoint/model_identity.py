@@ -47,7 +47,9 @@ def describe_identity(identity: Identity) -> str:
 
 
 def folder_identity(folder: Path) -> dict[str, str]:
-    """Return the entries that a model folder decides; no ``weights`` if weight files are missing.
+    """Return the entries of the model's identity that follow from the files in its folder.
+
+    The entry ``weights`` is left out if weight files are missing.
 
     Raises:
         ModelLoadError: a file cannot be read.

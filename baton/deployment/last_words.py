@@ -22,7 +22,7 @@ def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False
     """Return why a process ended, and the path of its log.
 
     Args:
-        code: exit code as in `subprocess`; negative: minus a signal's number.
+        code: exit code; negative if a signal ended the process: minus the signal's number.
         log: file with the process's output.
         log_start: bytes in the log before the process began.
         ran_out: whether the kernel killed a process for lack of memory in the meantime.

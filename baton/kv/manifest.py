@@ -62,8 +62,10 @@ class HandOffRule(enum.StrEnum):
 class KVOrder(enum.StrEnum):
     """Orders of a unit's bytes, which decide what is contiguous."""
 
-    LAYERS = "layers"  # layer by layer: a computed layer is one range
-    HEADS = "heads"  # head by head: a rank's heads are one range
+    # All bytes of a layer are adjacent, so a layer is sent as one range once it is computed.
+    LAYERS = "layers"
+    # All bytes of a head, from all layers, are adjacent, so the heads of one rank are one range.
+    HEADS = "heads"
 
 
 class KVArray(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,7 +77,10 @@ def rate_of(generate: Generate, case: str, num_tokens: int, *, adapted: bool) ->
 
 
 def rates_of(generate: Generate, rounds: int, num_tokens: int) -> dict[str, list[list[float]]]:
-    """Return the rates of base and adapters of each round, by case; the first turns alternate."""
+    """Return the rates of the base model and of the adapters in each round, by case.
+
+    The two take turns in running first, so that neither gains from its place in a round.
+    """
     found: dict[str, list[list[float]]] = {}
     for case in SIZES:
         for adapted in (False, True):  # warm-up: writes caches and records tapes

@@ -38,7 +38,7 @@ def server_models(url: str, name: str, folder: str) -> dict[str, Any]:
 
 
 def transformers_models(folder: str, gguf: str) -> dict[str, Any]:
-    """Load the model in float32, for both APIs."""
+    """Load the model once, in float32; return it for both APIs, completions and chat."""
     import torch
     import transformers
 

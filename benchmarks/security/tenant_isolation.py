@@ -1,14 +1,16 @@
-"""Attack a real system by times and counts, to learn about another tenant's prompts.
+"""Attack a real system: learn another tenant's prompts from response times and cached tokens.
 
 Router, prefill node and decode node are separate processes; each tenant has a key. In each round
 the victim sends one of two new prompts, chosen at random. The attacker then sends the first of the
-two: do its time to the first token, or `cached_tokens`, tell whether the victim sent it? The area
-under the ROC curve is 0.5 for an attacker who can only guess, and 1 for one who always knows.
+two prompts: does the time to the first token of this request, or its `cached_tokens`, reveal
+whether the victim sent the same prompt? The area under the ROC curve is 0.5 for an attacker who can
+only guess, and 1 for an attacker who always knows.
 
     python -m benchmarks tenant_isolation --save
 
-Two controls: the same attack within a sharing group, where times must tell (otherwise the attack is
-useless), and the hit rate of one tenant's own prompts, with keys and without.
+Two controls: the same attack within a sharing group, where times must reveal
+the victim's prompt (otherwise the attack proves nothing), and the hit rate of one tenant's own
+prompts, with keys and without.
 """
 
 from __future__ import annotations

@@ -587,9 +587,10 @@ class AsyncLLM:
             self._tell()
 
     def _end_change(self, change: object) -> None:
-        """End a change: drop loaded but unused weights, and begin the held calls.
+        """End a change: drop weights that were loaded but are not used, and start the held calls.
 
-        While the engine is asleep, calls stay held.
+        Held calls are those that came during the change. While the engine is asleep, no held call
+        is started.
         """
         if self._current is not change:  # the change was refused, or cancelled before it started
             return

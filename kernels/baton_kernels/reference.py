@@ -273,7 +273,7 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Norm and rotate queries and keys after the joined projection, and store keys and values.
+    """Norm and rotate queries and keys after the fused projection, and store keys and values.
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;

@@ -143,8 +143,8 @@ class Quiet(_RequestMessage, frozen=True, kw_only=True):
 class Beat(_Message, frozen=True, kw_only=True):
     """P is alive; D's answer, also a Beat, renews P's lease to write to D's memory.
 
-    ``sent_at_s``: time on P's clock, as in `Hello`. The lease starts at this time, not when the
-    answer arrives, because the answer may wait in a queue.
+    ``sent_at_s``: time on P's clock; D returns it unchanged. The lease starts at this time, not
+    when the answer arrives, because the answer may wait in a queue.
     """
 
     sent_at_s: float = 0.0

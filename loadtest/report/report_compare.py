@@ -68,7 +68,7 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
 
 
 def _interval(metric: str, values: Sequence[float]) -> Interval | None:
-    """Return an interval; those of shares end at 1."""
+    """Return the confidence interval of a metric's mean; a share's interval ends at 1 at most."""
     most = 1.0 if metric == "attainment" else math.inf
     return mean_interval(values, most=most) if values else None
 

@@ -1,6 +1,6 @@
 """Makes the matrices by which a LoRA adapter changes one layer, packed for CPU kernels.
 
-A joined layer has a part for each adapted projection; see ``ops.LowRank``.
+A fused layer has a part for each adapted projection; see ``ops.LowRank``.
 
 With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight is scaled to a learned norm.
 The scaling also changes the base layer's product; the rows' factors are computed once, from the

@@ -1,4 +1,4 @@
-"""Phi-3: a Llama with joined projections; RoPE may rotate only a part of each head."""
+"""Phi-3: a Llama with fused projections; RoPE may rotate only a part of each head."""
 
 from __future__ import annotations
 

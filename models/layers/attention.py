@@ -122,7 +122,7 @@ class Attention(Computing):
 
 
 def make_joined_projection(spec: AttentionSpec, num_inputs: int) -> JoinedLinear:
-    """Make the joined projection of queries, keys and values, and of gates, if any."""
+    """Make the fused projection of queries, keys and values, and of gates, if any."""
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     parts, bias = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}, spec.qkv_bias
     if spec.output_gate:

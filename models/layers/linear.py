@@ -1,6 +1,6 @@
-"""Linear layers that torch lacks: joined projections, packed and quantized weights.
+"""Linear layers that torch lacks: fused projections, packed and quantized weights.
 
-A joined projection reads its input once, in one launch. Refuses to know: what the parts are used
+A fused projection reads its input once, in one launch. Refuses to know: what the parts are used
 for.
 """
 
@@ -199,7 +199,7 @@ class RegroupedLinear(JoinedLinear):
 
 
 class GatedLinear(JoinedLinear, Computing):
-    """``activation(first part) * second part`` of a joined product; parts have equal sizes.
+    """``activation(first part) * second part`` of a fused product; parts have equal sizes.
 
     Args:
         in_features: inputs of both parts.

@@ -425,9 +425,10 @@ def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedInteger
 
 
 def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
-    """Return numbers, ``[in, out]``, and zero points, ``[groups, out]``.
+    """Unpack a weight's integers, ``[in, out]``, and its zero points, ``[groups, out]``.
 
-    Both are packed along the output, eight adjacent numbers in AWQ's order.
+    The checkpoint packs both along the output dimension: a word has eight adjacent integers, in
+    AWQ's order.
     """
 
     def in_order(words: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from baton_kernels.dispatch import native_ops
 from baton_kernels.native.library import RankGroup
 from models.parallel.group import Collective, CollectiveError
 
-SLOT_BYTES = 2**20  # bytes that a rank adds at a time; each rank has two slots
+# Size of a slot. Each rank has two slots and shares its tensor through them, at most one slot's
+# bytes at a time.
+SLOT_BYTES = 2**20
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
 # How many times a rank checks another rank's flag before it yields its core: some 20 us.

@@ -1,6 +1,7 @@
-"""Check requests against a `PoolingSetup`, and turn pooled numbers into their answers.
+"""Check requests against a `PoolingSetup`, and build each request's answer from the pooled values.
 
-Router and `engine.LLM` both use this, so that they refuse the same requests and give the same bits.
+Router and `engine.LLM` both use this module, so both refuse the same requests and return
+bit-identical answers.
 """
 
 from __future__ import annotations

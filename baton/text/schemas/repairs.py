@@ -207,7 +207,11 @@ def end_of_class(pattern: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _may_leak(one: str) -> bool:
-    """Return whether a class matches control characters but lacks a character with an escape."""
+    """Return whether a class of characters may match the escape of a character that it excludes.
+
+    A class may if it matches DEL and another control character, but lacks ``"`` or the backslash.
+    True, too, for a class that `re` cannot compile or reads differently from llguidance.
+    """
     if _ANOTHER_SYNTAX.search(one, 1):
         return True
     try:

@@ -151,7 +151,10 @@ class Installation:
         return seconds
 
     def _install_foreign(self) -> float:
-        """Install from outside with uv, which runs nothing in the system; return the seconds."""
+        """Install Baton with this machine's uv, without running the system's programs.
+
+        Returns the seconds that the installation took.
+        """
         system = self._system
         (wheel,) = self._wheels.glob(f"*manylinux*_{system.machine}.whl")
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Between the joined projection and attention: normalize heads, rotate them, and store KV.
+"""Between the fused projection and attention: normalize heads, rotate them, and store KV.
 
 A program processes some heads of one token: query and key heads are normalized and rotated, key and
 value heads are written to the cache. Refuses to know: models, who chooses slots.

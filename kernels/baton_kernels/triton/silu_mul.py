@@ -1,4 +1,4 @@
-"""Gated units such as SwiGLU: ``activation(gate) * up`` of one joined projection.
+"""Gated units such as SwiGLU: ``activation(gate) * up`` of one fused projection.
 
 Refuses to know: models."""
 
