@@ -22,6 +22,7 @@ from baton.checkpoint.model_identity import folder_identity
 from baton.link import wire
 from baton.link.words import (
     BEAT_INTERVAL_S,
+    PAIR_ROLES,
     CancelCommand,
     DecodeCommand,
     NodeBeat,
@@ -158,7 +159,7 @@ async def run_nodes(
     """Run a prefill and a decode node for each router; they send the tokens of a text."""
     token_ids = Tokenizer(model).encode(text)
     async with asyncio.TaskGroup() as group:
-        for router, role in itertools.product(routers, NodeRole):
+        for router, role in itertools.product(routers, PAIR_ROLES):
             node = TalkingNode(registration(role, model), token_ids)
             group.create_task(
                 node.run(router, interval_s if role is NodeRole.DECODE else 0.002, tls)

@@ -21,6 +21,7 @@ import pytest
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_identity import folder_identity
 from baton.link.words import (
+    PAIR_ROLES,
     DecodeCommand,
     KVCacheEvents,
     NodeBeat,
@@ -164,7 +165,7 @@ async def check_predictions(site: Site) -> None:
     assert await site.run(first) == (0, 0)
     await site.settle()
     for asked, num_shared in ((first, 192), (first[:96] + prompt(2, 60), 96)):
-        expected = tuple(site.predicted(role, asked) for role in NodeRole)
+        expected = tuple(site.predicted(role, asked) for role in PAIR_ROLES)
         assert expected == (num_shared, num_shared)
         assert await site.run(asked) == expected
         await site.settle()
@@ -174,7 +175,7 @@ async def check_predictions(site: Site) -> None:
             break
         await site.run(prompt(seed, 300))
         await site.settle()
-    expected = tuple(site.predicted(role, first) for role in NodeRole)
+    expected = tuple(site.predicted(role, first) for role in PAIR_ROLES)
     assert expected[0] < 192
     assert await site.run(first) == expected
     await site.settle()
@@ -182,12 +183,12 @@ async def check_predictions(site: Site) -> None:
 
 async def check_snapshots(site: Site) -> None:
     """Check that the index built from events equals the present contents of the nodes' pools."""
-    held = {role: site.held(role) for role in NodeRole}
+    held = {role: site.held(role) for role in PAIR_ROLES}
     assert all(0 < len(blocks) <= NUM_BLOCKS for blocks in held.values())
     for node in site.pool.nodes:
         node.send(SendKVSnapshot())
     await site.settle()
-    assert {role: site.held(role) for role in NodeRole} == held
+    assert {role: site.held(role) for role in PAIR_ROLES} == held
 
     prefill, index = site.node(NodeRole.PREFILL), site.pool.prefix_index
     site.pool.on_event(prefill, KVCacheEvents(10**9, False))

@@ -25,7 +25,7 @@ from baton import AsyncClient
 from baton.adapters.files import adapter_digest
 from baton.api.sampling_params import SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
-from baton.link.words import ADAPTER_MISSING, NodeRole, RequestError
+from baton.link.words import ADAPTER_MISSING, PAIR_ROLES, RequestError
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2
 from engine import LLM
@@ -285,7 +285,7 @@ def test_operators_load_and_unload_while_nodes_serve(
         """Load on both nodes; return what each of them said."""
         request = admin_pb2.LoadAdapterRequest(digest=digest, source=source)
         said = []
-        for role in NodeRole:
+        for role in PAIR_ROLES:
             found = await router.admin(role, load_adapter=request)
             if isinstance(found, RequestError):
                 said.append(f"{found.code}: {found.message}")
@@ -314,13 +314,13 @@ def test_operators_load_and_unload_while_nodes_serve(
                     assert line.startswith("INVALID_ARGUMENT: adapter: ")
                     assert problem in line
             unload = admin_pb2.UnloadAdapterRequest(digest=one)
-            for role in NodeRole:
+            for role in PAIR_ROLES:
                 found = await router.admin(role, unload_adapter=unload)
                 assert not isinstance(found, RequestError)
                 assert list(found.adapters) == []
             answer = await router.ask(adapted[0], GREEDY, one)
             assert answer.output == adapted[1], "it comes back; the base model never answers"
-            for role in NodeRole:
+            for role in PAIR_ROLES:
                 await router.admin(role, unload_adapter=unload)
             assert await load(router, one, "gone") == [one, one], "its numbers were kept"
             fresh, expected = certain_prompts(
