@@ -51,19 +51,20 @@ class Chapter:
 DAY = (
     Chapter(
         "At the router",
-        "The router checks a request, picks a pair of nodes, sends both a command at once, and "
-        "merges their answers into one stream.",
+        "The router checks a request, picks a pair of nodes, sends both nodes a command at once, "
+        "and merges their answers into one stream.",
         ("Intake", "Dispatcher", "OpenCall", "Attempt"),
     ),
     Chapter(
         "On the two nodes",
-        "Each node runs a loop: inbox, one engine step, outbox. The prefill node tracks which "
-        "blocks may travel, the decode node which blocks it has granted.",
+        "Each node runs a loop: inbox, one engine step, outbox. The prefill node tracks which KV "
+        "blocks may be sent, and the decode node tracks which blocks it has granted.",
         ("PrefillNode", "PushTracker", "DecodeNode", "Reservations", "GrantQueue", "new_request"),
     ),
     Chapter(
         "Between them",
-        "Two state machines exchange a few short messages; they do no I/O.",
+        "Two state machines, one on each node, exchange a few short messages; the state machines "
+        "themselves do no I/O.",
         ("Start:kvconnector", "SendMachine", "Transfer", "ReceiveMachine"),
     ),
     Chapter(
@@ -74,7 +75,7 @@ DAY = (
     ),
     Chapter(
         "One step",
-        "A step knows no requests: it turns token ids and rows into sampled tokens.",
+        "The code of one step knows no requests: it turns token ids and rows into sampled tokens.",
         ("StepPlan:engine", "ModelRunner"),
     ),
 )
@@ -82,7 +83,8 @@ DAY = (
 BESIDE = (
     Chapter(
         "The model",
-        "A forward pass, down to the attention of one layer, and the sampling of a token.",
+        "The files of this section compute a forward pass, down to the attention of one layer, and "
+        "sample a token.",
         ("DecoderForCausalLM", "Attention:models", "AttentionMetadata", "CpuAttention",
          "sample:engine"),
     ),
@@ -105,8 +107,8 @@ BESIDE = (
     ),
     Chapter(
         "Beyond the plainest case",
-        "Costs of placements, waiting requests, drafts, the health of peers, and recovery after "
-        "failures.",
+        "The files of this section decide about costs of placements, waiting requests, drafts, the "
+        "health of peers, and recovery after failures.",
         ("Cost", "WaitingRoom", "Drafts", "Peers", "Recovery:router", "Quarantine:node_runtime"),
     ),
 )  # fmt: skip
