@@ -57,7 +57,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     """Serve `Admin`.
 
     Args:
-        names: model names that clients may use; also holds the base models, their pools and logs.
+        names: table of the names that clients may use, and of the base models with their pools
+            of nodes and their request logs.
         policy: name of the current routing policy.
         overload: the router's overload state.
         adapters: changes the adapters; by default an `AdapterAdmin` without a root.
@@ -126,7 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Resume(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Let a draining or drained node serve again."""
+        """Let a node that drains or has drained take new requests again."""
         node = self._find(request.node)
         _note(context, f"resume {node.name}")
         node.send(DrainCommand(resume=True))
@@ -135,7 +136,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Remove(  # gRPC prescribes this name
         self, request: admin_pb2.RemoveRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Drain a node and stop its process; by force, disconnect it now and for good."""
+        """Drain a node and stop its process; with ``force``, disconnect it at once and for good."""
         if request.force:
             gone = self._expel(request.node)
             _note(context, f"remove {gone.node_name} by force")
@@ -182,7 +183,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Explain(  # gRPC prescribes this name
         self, request: admin_pb2.ExplainRequest, context: Context
     ) -> admin_pb2.ExplainResponse:
-        """Return why a past request was placed where it was, or where a prompt would go now."""
+        """Return why a past request was placed on its nodes, or where a prompt would go now."""
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
         tenant = _whose(context, request.tenant, Role.LOOK)
         what = request.WhichOneof("what")
@@ -226,7 +227,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Abort(  # gRPC prescribes this name
         self, request: admin_pb2.AbortRequest, context: Context
     ) -> admin_pb2.AbortResponse:
-        """Cancel an open request, also on its nodes; its client gets CANCELLED."""
+        """Cancel an open request on the router and its nodes; its client gets CANCELLED."""
         tenant = _whose(context, request.tenant, Role.OPERATE)
         why = "an operator ended the request" if tenant is None else "the request was ended"
         aborted = [
@@ -279,13 +280,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetRollout(  # gRPC prescribes this name
         self, request: admin_pb2.GetRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
-        """Return the nodes' revisions and their shares of a base model's requests."""
+        """Return the revisions of a base model's nodes, and each revision's share of requests."""
         return _describe_rollout(self._names.find_base(request.model))
 
     async def ChangeRollout(  # gRPC prescribes this name
         self, request: admin_pb2.ChangeRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
-        """Freeze revisions' shares, undo a revision, or let shares follow capacity."""
+        """Freeze revisions' shares of requests, undo a revision, or let shares follow capacity."""
         base = self._names.find_base(request.model)
         rollout, revision = base.pool.rollout, ""
         match request.action:
@@ -322,7 +323,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def SetName(  # gRPC prescribes this name
         self, request: admin_pb2.SetNameRequest, context: Context
     ) -> admin_pb2.NameDescription:
-        """Map a name to something else from now on; running requests continue unchanged."""
+        """Map a name to another model or adapter; its running requests continue unchanged."""
         served = name_from_proto(self._names, request)
         await self._names.set_name(served)
         _note(context, f"name {served.name!r} is {served.base.model} {served.adapter}".rstrip())
@@ -331,7 +332,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def RemoveName(  # gRPC prescribes this name
         self, request: admin_pb2.RemoveNameRequest, context: Context
     ) -> admin_pb2.ListNamesResponse:
-        """Remove a name; its running requests go on."""
+        """Remove a name; its running requests continue."""
         await self._names.remove(request.name)
         _note(context, f"remove the name {request.name!r}")
         return describe_names(self._names)
@@ -362,7 +363,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def PinAdapter(  # gRPC's naming
         self, request: admin_pb2.AdminPinAdapterRequest, context: Context
     ) -> admin_pb2.AdapterChange:
-        """Pin or unpin an adapter on nodes: a pinned adapter keeps its slot."""
+        """Pin or unpin an adapter on nodes: a pinned adapter stays in the nodes' memory."""
         change = await self._adapters.pin(_calls(context), request.name, pinned=request.pinned)
         _note(context, f"{'pin' if request.pinned else 'unpin'} the adapter {request.name!r}")
         return change
@@ -370,7 +371,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ChangeWeights(  # gRPC's naming
         self, request: admin_pb2.AdminWeightsRequest, context: Context
     ) -> admin_pb2.NodeWeights:
-        """Change the weights of a node, or describe them."""
+        """Begin a change of a node's weights, or only describe them."""
         return await self._weights.change(
             _calls(context), self._find(request.node), request.request
         )
@@ -388,13 +389,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodeRequests(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
-        """Return one node's open requests, of all routers."""
+        """Return the open requests of one node, which may come from several routers."""
         return await _calls(context).list_requests(self._find(request.node))
 
     async def Audit(  # gRPC prescribes this name
         self, request: admin_pb2.AuditRequest, context: Context
     ) -> admin_pb2.AuditResponse:
-        """Return which requests hold which blocks, on one node or all."""
+        """Return which requests hold which KV blocks, on one node or all."""
 
         async def ask(node: Node) -> admin_pb2.NodeAudit:
             audit = admin_pb2.NodeAudit(node_name=node.name)
@@ -477,7 +478,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return self._bases[-1].pool.expel(name)
 
     def _record(self, request_id: str, tenant: str | None) -> tuple[BaseModel, RequestRecord]:
-        """Return the newest record of a request, and its base model; raises NotFoundError."""
+        """Return a request's newest log record and its base model; raises NotFoundError."""
         found = [
             (base, record)
             for base in self._bases
@@ -489,13 +490,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 def _whose(context: Context, tenant: str, role: Role) -> str | None:
-    """Return the tenant whose requests a caller may access; None: every tenant's.
+    """Return the tenant whose requests a caller may access; None: the requests of all tenants.
 
     Args:
-        tenant: tenant that the caller named; empty: the caller named none.
-        role: role that allows access to other tenants' requests.
+        tenant: tenant that the caller asks about; empty: the caller names no tenant.
+        role: role that a caller needs to access other tenants' requests.
 
-    Raises PermissionDeniedError.
+    Raises PermissionDeniedError if the caller lacks the role and has no tenant, or names another
+    tenant.
     """
     principal = context.principal
     if principal.is_operator if role is Role.LOOK else principal.may(role):
@@ -518,5 +520,5 @@ def _calls(context: Context) -> NodeCalls:
 
 
 def _note(context: Context, what: str) -> None:
-    """Log a change in one line with the caller's name."""
+    """Log a change that an operator made, in one line with the operator's name and address."""
     logger.info("admin %s %s: %s", context.address, context.principal.name, what)

@@ -53,7 +53,7 @@ _TYPES = {
     504: "timeout_error",
 }
 
-# Codes that clients act on: retry later, ask for a key, or give up.
+# Error codes by which clients decide to retry later, to ask for a key, or to give up.
 _CODES = {
     401: "invalid_api_key",
     403: "permission_denied",
@@ -121,10 +121,10 @@ def is_of_messages(request: web.BaseRequest) -> bool:
 
 
 def error_message(error: BatonError | ApiError) -> str:
-    """Return an error's message as one printable line, which JSON can hold.
+    """Return an error's message as one printable line that can be written as JSON.
 
-    A message may quote a header whose bytes are not UTF-8. aiohttp turns such bytes into
-    surrogates, and no JSON encoder writes surrogates.
+    A message may quote a header whose bytes are not UTF-8. aiohttp turns these bytes into
+    surrogates, which no JSON encoder writes.
     """
     return printable(str(error))
 
@@ -192,14 +192,14 @@ async def error_middleware(request: web.Request, handler: Handler) -> Any:
         return await handler(request)
     except web.HTTPException as error:
         return error_response(request, _of_http(request, error))
-    except ConnectionError:  # the client disconnected and will not read any response
+    except ConnectionError:  # the client has disconnected, so no response can be sent
         return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
-    except Exception as error:  # the only place of this API that catches all errors
+    except Exception as error:  # the only place in the HTTP API that catches every exception
         return error_response(request, known_error(error))
 
 
 def _advice_for(path: str) -> str:
-    """Return advice for a client with a wrong base URL; empty if the path gives no hint."""
+    """Return advice for a client whose base URL looks wrong; empty if the path gives no hint."""
     if path.startswith("/v1/v1/"):
         return "; /v1 stands twice, the client adds one to its base URL"
     if path.startswith("/v1/"):
@@ -208,7 +208,7 @@ def _advice_for(path: str) -> str:
 
 
 def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
-    """Convert aiohttp's own errors: unknown path, wrong method, body too large."""
+    """Convert errors that aiohttp raises: unknown path, wrong method, body too large."""
     if isinstance(error, web.HTTPNotFound):
         problem = f"path: {request.path} does not exist{_advice_for(request.path)}"
         return ApiError(404, problem, code="unknown_url")

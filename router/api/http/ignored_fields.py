@@ -1,6 +1,6 @@
-"""Ignored fields: report request fields without effect, in a header and once each in the log.
+"""Ignored fields: reports request fields without effect in a response header and in the log.
 
-Clients choose the field names, so the length and the number of names are limited.
+Clients choose the field names, so the length and the number of reported names are limited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def note_ignored(request: web.Request, names: Sequence[str]) -> None:
-    """Store the names of fields without effect, for the response header."""
+    """Store the names of fields without effect, which the response's header will report."""
     if names:
         told = (*request.get(IGNORED_FIELDS, ()), *map(_shown, names[:MAX_TOLD]))
         num_more = len(names) - MAX_TOLD
@@ -36,7 +36,7 @@ def _shown(name: str) -> str:
 
 
 class IgnoredFieldsLog:
-    """Logs each name only once, because clients send the same fields with every request."""
+    """Logs the name of an ignored field only once, because clients repeat their fields."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
