@@ -19,8 +19,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /tokenize``: a prompt, or messages with their options.
 
     Attributes:
-        add_special_tokens: whether a text gets the checkpoint's special tokens. Messages ignore
-            this field, because templates write special tokens themselves.
+        add_special_tokens: whether a text gets the checkpoint's special tokens. No effect on
+            messages, because chat templates write special tokens themselves.
         return_token_strs: whether to return each token's text.
     """
 

@@ -2,7 +2,8 @@
 
     URL -> the HTTP client's own parser -> a listed host -> all its addresses
 
-A host name is resolved once. Every address must be public or listed. Opens no connection.
+A host name is resolved once, so that the checked addresses are those that the fetch connects to.
+Every address must be public or listed. `ImageHosts` opens no connection.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from baton.api.errors import ConfigError, InvalidRequestError
 ANY_HOST = "*"
 MAX_URL_CHARS = 2_048
 _PORTS = {"http": 80, "https": 443}
-# The only accepted form of URLs: ASCII, no user, no backslash, no blank. So no two parsers can read
-# a URL differently.
+# The only accepted form of URLs: ASCII without user name, backslash or blank, so that no two
+# parsers read a URL differently.
 _PLAIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(?:[/?][!-\[\]-~]*)?")
-# An entry of the list: a name or an address, with an optional port.
+# A listed host: a name or an address, with an optional port.
 _HOST = re.compile(r"(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _MAX_LOOKUPS = 4  # threads that resolve host names
@@ -42,7 +43,7 @@ class PinnedUrl:
 
 
 class ImageHosts:
-    """The hosts that an operator lists.
+    """The hosts from which an operator allows images to be fetched.
 
     Args:
         listed: the allowed hosts, addresses and networks, separated by commas.
@@ -60,7 +61,7 @@ class ImageHosts:
             self._add(entry)
 
     def __bool__(self) -> bool:
-        """Return whether any URL may be fetched."""
+        """Return whether any host is listed, so that some URLs may be fetched."""
         return self._takes_any or bool(self._names) or bool(self._networks)
 
     def _add(self, entry: str) -> None:
@@ -92,7 +93,8 @@ class ImageHosts:
         parsed = self._checked(url, field)
         host, port = parsed.raw_host or "", parsed.port or 0
         try:
-            # Not in the event loop's own threads, because a lookup may take long.
+            # A thread pool of its own, because a lookup may take long and would hold up other users
+            # of the event loop's threads.
             found = await asyncio.get_running_loop().run_in_executor(
                 self._threads, _look_up, host, port
             )
@@ -135,7 +137,7 @@ class ImageHosts:
         return self._takes_any or host in self._names or self._has_address(host)
 
     def _has_address(self, host: str) -> bool:
-        """Return whether a host is an address of a listed network."""
+        """Return whether a host is written as an address that lies in a listed network."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
