@@ -1,8 +1,8 @@
-"""Node claims: checks that a node's messages about itself and its requests are possible.
+"""Node claims: checks that the values in a node's messages are possible.
 
-A joined node may be broken, of another version, or hostile. An impossible value ends its link with
-an error of one line before any code uses the value. Whether a possible value is likely is not
-judged, and nodes are not compared.
+A joined node may be broken, of another version, or hostile. An impossible value ends the node's
+link with an error of one line before any code uses the value. This module does not judge whether a
+possible value is likely, and does not compare nodes.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from baton.link.words import (
     StepTime,
 )
 
-MAX_NAME_CHARS = 256  # maximum number of characters of node names, engine ids, addresses, versions
+MAX_NAME_CHARS = 256  # maximum number of characters of a node name, engine id, address or version
 MAX_WHY_CHARS = 1024
 _NAME = f"must have at most {MAX_NAME_CHARS} printable characters"
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
-MAX_REGISTRATION_PARTS = 2**10  # three texts per compatibility entry, plus the other fields
+# Each entry of ``compatibility`` is three parts; the other fields are few
+MAX_REGISTRATION_PARTS = 2**10
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
 MAX_RANKS = 2**10
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_STEP_TIMES = 16
-MAX_RATE = 1e15  # bytes per second
+MAX_RATE = 1e15  # in bytes per second
 MAX_SECONDS = 1e9
-# Maximum number of characters of an error, or of a peer's problem, per message; Baton's nodes send
-# at most half
+# Maximum number of characters of an error, or of a problem with a peer, in one message. Baton's
+# nodes send at most half as many.
 MAX_TEXT_CHARS = 2**16
-# Maximum number of requests that a node may report. Real nodes have fewer: each running request
-# holds a block, and routers limit waiting requests.
+# Maximum number of block hashes in one message about a node's cache.
 MAX_KV_HASHES = 2**17
 # Maximum number of requests that a node may report. Real nodes have fewer: each running request
-# holds a block, and routers limit waiting ones.
+# holds a block, and routers limit the number of waiting requests.
 MAX_REQUESTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Limits of token ids and lengths.
+    """The base model's limits on the token ids and lengths in nodes' messages.
 
     Attributes:
         size: number of token ids, which begin at 0.
-        max_model_len: the model's limit of tokens per request; no output is longer.
+        max_model_len: maximum number of tokens of a request; no output is longer.
     """
 
     size: int
@@ -66,7 +66,7 @@ class Vocabulary:
 
 
 def registration_problem(registration: NodeRegistration) -> str:
-    """Return which claim in a registration is impossible; empty if all are possible."""
+    """Return which value of a registration is impossible; empty if all are possible."""
     names = {
         "node_name": registration.node_name,
         "engine_id": registration.engine_id,
@@ -152,9 +152,9 @@ def _decode_times_problem(decode_times: Sequence[DecodeTime]) -> str:
 
 
 def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: Vocabulary) -> str:
-    """Return which claim in an event is impossible, or "".
+    """Return which value of an event is impossible; empty if all are possible.
 
-    Takes a few passes over columns, in C.
+    The long columns of a step are only read by built-in functions, which are fast.
     """
     match event:
         case StepDeltas():
@@ -239,7 +239,8 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s, prefill.encodings_wait_s
-        # The tokens of a preempted request may count several times; `NodeLoad` limits the number.
+        # ``num_computed_tokens`` is not checked: tokens of a preempted request may be counted
+        # several times, and `NodeLoad` limits the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:
