@@ -16,7 +16,7 @@ class Reasoning:
 
 
 def new_call_id(name: str = "", number: int = 0) -> str:
-    """Return a random call id in the form of OpenAI's API; the arguments are ignored."""
+    """Return a random call id as OpenAI's API has; the arguments have no effect."""
     return f"call_{uuid.uuid4().hex}"
 
 
@@ -36,11 +36,11 @@ class CallArguments:
 
 
 CLOSE_SIGN = "\ud800"
-"""Stands for the token that closes a thought; no output contains this text."""
+"""Text that parsers get in place of the token that ends reasoning; no model writes it."""
 MakeId = Callable[[str], str]
-"""Makes the id of an output's next call from the function's name."""
+"""Function that makes the id of the next call in an output, given the function's name."""
 Part = str | Reasoning | CallBegins | CallArguments
-"""A string is a part of the message's text."""
+"""A part of an output; a string is a part of the answer's text."""
 
 
 class OutputParser(Protocol):
@@ -51,24 +51,26 @@ class OutputParser(Protocol):
     """
 
     def push(self, text: str) -> Iterator[Part]:
-        """Yield the parts that are certain now; hold back text that may begin a tag."""
+        """Add text; yield the parts that are certain, and hold back text that may begin a mark."""
         ...
 
     def flush(self) -> Iterator[Part]:
-        """Yield the rest of an output that has ended."""
+        """End the output; yield the parts of the text that was held back."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """Facts about a request that its parser may use.
+    """What a parser may need to know about the request whose output it reads.
 
     Attributes:
         tools: JSON Schema of each offered function's parameters, by name.
-        prompt_end: the end of the prompt that belongs to the answer, with special tokens.
-        num_calls: number of calls in the conversation so far.
-        closes_by_token: whether only the closing token (`CLOSE_SIGN`) ends a thought; the same text
-            in other tokens then does not.
+        prompt_end: the end of the prompt that is already part of the answer, such as a mark of
+            reasoning, with special tokens.
+        num_calls: number of calls in the conversation before this output.
+        closes_by_token: whether only the closing token (`CLOSE_SIGN`) ends reasoning. Then the same
+            text
+        in other tokens does not.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
