@@ -198,8 +198,7 @@ class HttpServer:
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
             (hdrs.METH_GET, "/v1/models", self._models, INFER),
             (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
-            # Open to everyone, because load balancers and kubelets have no key. These paths only
-            # answer yes or no.
+            # Open to all: load balancers and kubelets have no key, and these answer only yes or no.
             (hdrs.METH_GET, "/health", self._health, OPEN),
             (hdrs.METH_GET, "/ping", self._ping, OPEN),
             (hdrs.METH_POST, "/ping", self._ping, OPEN),
@@ -223,8 +222,7 @@ class HttpServer:
             shutdown_timeout=grace_s,
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=_LINGERING_S,
-            # Bodies are not decompressed, because a few bytes could inflate to megabytes
-            auto_decompress=False,
+            auto_decompress=False,  # a body of a few bytes could inflate to megabytes
             logger=_logger_of_protocol(),
         )
         self._listener = Listener(self._make_protocol, limits)
