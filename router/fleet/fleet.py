@@ -146,7 +146,7 @@ class Fleet:
         Args:
             num_tokens: tokens of the prompt, and at least one output token.
             num_tokens_at_end: length that the request may reach. Nodes that would cut the output
-            short are left out, unless all nodes would.
+                short are left out, unless all nodes would.
         """
         at_end = min(num_tokens_at_end, self.max_model_len)
         if num_tokens <= self._least_room and at_end <= self._least_length:

@@ -96,8 +96,8 @@ class NodeHealth:
 
         Args:
             partner: engine id of the attempt's other node, if that node may be to blame. Failures
-                with partners count
-            only once they had different partners. Empty: only this node is to blame.
+                with partners count only once they had different partners. Empty: only this node is
+                to blame.
             why: the error, for the log and for operators.
         """
         if self.state is HealthState.EJECTED:

@@ -142,7 +142,7 @@ class Reach:
 
     Attributes:
         bandwidths: sending node -> receiving node -> bytes per second (0: unknown), by engine ids.
-        Encode nodes send to prefill nodes, and prefill nodes to decode nodes.
+            Encode nodes send to prefill nodes, and prefill nodes to decode nodes.
     """
 
     def __init__(self) -> None:

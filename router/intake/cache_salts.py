@@ -42,7 +42,7 @@ class CacheSalts:
 
         Args:
             word: the request's ``cache_salt``; prompts with different words share no blocks. A word
-            can only narrow sharing, because the result also depends on the principal's salt.
+                can only narrow sharing, because the result also depends on the principal's salt.
         """
         if principal.cache_group:
             salt = self._derive(b"group", principal.cache_group)

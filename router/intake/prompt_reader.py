@@ -78,8 +78,8 @@ class EarlyReaders:
 
     Attributes:
         tokenizer: the checkpoint's tokenizer, or None.
-        texts, grammars: template processes of `Texts` and `GrammarTrials`; None if forking
-        was not possible.
+        texts, grammars: template processes of `Texts` and `GrammarTrials`; None if forking was not
+            possible.
     """
 
     tokenizer: Tokenizer | None

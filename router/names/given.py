@@ -22,8 +22,7 @@ def names_given(
 
     Args:
         names: names of the base model; with several base models, ``NAME=MODEL``. A base model
-            without a
-        name is served under its text in ``--model``.
+            without a name is served under its text in ``--model``.
         aliases: further names in the same form, divided by commas.
         defaults: request defaults; see `read_defaults`.
 
@@ -47,9 +46,8 @@ def adapters_given(
         served: the base models' own names.
         root: folder below which adapters' folders must lie.
         adapters: ``NAME=SOURCE`` or ``NAME=SOURCE=MODEL``. MODEL is a name of a base model, or its
-            text in ``--model``;
-        the adapter's name gets the request defaults of that name, or of the base model's first
-            name.
+            text in ``--model``; the adapter's name gets the request defaults of that name, or of
+            the base model's first name.
 
     Reads all files of the adapters. Raises ConfigError naming the option.
     """
@@ -71,7 +69,7 @@ def _divide_adapter(
 
     Args:
         parents: names of base models, by the texts that may stand for them; these texts may contain
-        equal signs.
+            equal signs.
         first: the base model's name if the option gives none and there is only one base model.
     """
     name, _, rest = entry.partition("=")

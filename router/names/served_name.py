@@ -27,7 +27,7 @@ class ServedName:
         base: base model whose nodes compute the requests.
         adapter: digest of the adapter's files, 64 hex characters; empty: no adapter.
         adapter_source: where nodes find the adapter: a path below ``--adapter-root``, a package or
-        a hub id; empty: unknown.
+            a hub id; empty: unknown.
         pins_adapter: whether nodes keep the adapter in memory when other adapters need its slot.
         defaults: values for fields that requests leave out.
         chat_template: text of a Jinja template; empty: the base model's template is used.

@@ -409,8 +409,7 @@ class NodeLoad:
             num_tokens: number of output tokens.
             residence_s: seconds that the request decoded here.
             is_cut: whether the token limit ended the output. Such an output does not lower the
-                length of long
-            outputs, because it might have been long without the limit.
+                length of long outputs, because it might have been long without the limit.
         """
         shared = self.shared
         num_tokens = min(num_tokens, self.max_model_len)

@@ -21,8 +21,8 @@ class PlacementMemory:
 
     Args:
         max_blocks: maximum number of blocks remembered.
-        lifetime_s: longest time that an entry is remembered; the shortest time is half as long,
-        or less if there are too many entries.
+        lifetime_s: longest time that an entry is remembered; the shortest time is half as long, or
+            less if there are too many entries.
         clock: returns monotonic seconds.
 
     Attributes:

@@ -47,7 +47,7 @@ class _Holder:
         blocks: hashes of the node's cached blocks, as far as the index had room.
         num_left_out: number of cached blocks for which the index had no room.
         last_sequence: sequence number of the node's last event; None: the node has not sent its
-        snapshot yet.
+            snapshot yet.
         was_placed: whether the placement memory may have entries with this bit.
         generation: the placement memory's generation when the node left.
     """

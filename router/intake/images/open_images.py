@@ -20,7 +20,7 @@ class OpenImages:
 
     Args:
         max_bytes: maximum number of bytes over all callers; one caller may have half of them. A
-        caller's only request is never refused.
+            caller's only request is never refused.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -69,8 +69,7 @@ class ParserContext:
             reasoning, with special tokens.
         num_calls: number of calls in the conversation before this output.
         closes_by_token: whether only the closing token (`CLOSE_SIGN`) ends reasoning. Then the same
-            text
-        in other tokens does not.
+            text in other tokens does not.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
