@@ -69,8 +69,8 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
     """Make the parts of all base models; raises ConfigError.
 
     Args:
-        readers: readers of the texts of each base model, started before any thread; empty: start
-            them here.
+        readers: tokenizer and template processes of each base model, made before any thread
+            started; empty: make them here.
     """
     made: list[BaseParts] = []
     for number, model in enumerate(common.config.models):

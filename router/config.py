@@ -1,4 +1,4 @@
-"""RouterConfig: a router's options and their checks."""
+"""RouterConfig: the options of a router, and checks of their values."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class RouterConfig:
         return (self.model, *self.more_models)
 
     def may_self_prefill(self, policy: str) -> bool:
-        """Return whether decode nodes may compute prompts under this policy."""
+        """Return whether decode nodes may compute prompts themselves under this routing policy."""
         # other policies always choose a prefill node and a decode node
         return self.local_prefill and policy == "cost"
 

@@ -26,7 +26,7 @@ _MAX_DEFAULT = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """Limits of clients' connections; see `ConnectionLimits`."""
+    """Options that limit clients' connections; see `ConnectionLimits`."""
 
     max_connections: int = option(
         0,

@@ -80,7 +80,7 @@ class _Parts:
 
     @property
     def model_name(self) -> str:
-        """The default name for clients."""
+        """The default model name, which requests without a model name get."""
         return self.names.names[0]
 
     @property
@@ -227,7 +227,7 @@ def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
 
 @contextlib.asynccontextmanager
 async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
-    """Serve the HTTP API inside this context; yield None if it is disabled."""
+    """Serve the HTTP API inside this context; yield None if the router has no HTTP address."""
     config, files = parts.config, parts.files
     if not config.http_listen:
         yield None
@@ -318,7 +318,7 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 
 def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
-    """Return servers by address: one for all callers, or one for clients and one for nodes."""
+    """Return the gRPC servers by address: one for all, or one for clients and one for nodes."""
     config, budget = parts.config, parts.budget
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]

@@ -40,7 +40,7 @@ class HttpApi(Protocol):
         """Make ``/ready`` answer no, and close each connection after its next answer."""
 
     async def stop(self) -> None:
-        """Accept no new connections, and end those that exist."""
+        """Accept no new connections, and end the connections that exist."""
 
 
 async def stop_router(

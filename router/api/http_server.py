@@ -1,4 +1,4 @@
-"""HttpServer: the paths of the HTTP API, on the router's own event loop."""
+"""HttpServer: serves all paths of the HTTP API, on the router's own event loop."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ SERVED: dict[str, _Serve] = {
     "/detokenize": detokenize,
     **POOLED,
 }
-# Kinds of request bodies that these handlers read.
+# Structs of the request bodies that the handlers above read.
 BODY_KINDS = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
     TokenizeRequest, DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest, EmbeddingRequest,
@@ -116,7 +116,8 @@ NOT_SERVED = (
     "/pooling", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech",
     "/v1/audio/transcriptions",
 )  # fmt: skip
-# The server reads and drops the rest of a body for this long, so the client gets its answer.
+# Seconds for which the server reads and drops the rest of a body after it has answered. Without
+# this, a client that is still sending would not read the answer.
 _LINGERING_S = 2.0
 # An unknown path requires a key with any role, so that callers without a key learn nothing about
 # the paths.
@@ -192,7 +193,7 @@ class HttpServer:
         app[BODIES] = HeldCalls()
         app[FETCHER] = ImageFetcher(images)
         app.on_response_prepare.append(self._add_headers)
-        # Every path, with the roles that it requires.
+        # (method, path, handler, roles that a caller needs) of every path.
         routes: list[tuple[str, str, Handler, Roles | None]] = [
             *((hdrs.METH_POST, path, self._of(serve), INFER) for path, serve in SERVED.items()),
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
@@ -297,7 +298,7 @@ class HttpServer:
 
     @web.middleware
     async def _name_and_preflight(self, request: web.Request, handler: Handler) -> Any:
-        """Set the request id, and answer CORS preflight requests."""
+        """Give the request an id for logs and errors, and answer CORS preflight requests."""
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
@@ -314,7 +315,10 @@ class HttpServer:
 
     @web.middleware
     async def _log_access(self, request: web.Request, handler: Handler) -> Any:
-        """Write clients' requests to the access log, but not those of operators and probes."""
+        """Write a client's request to the access log when it ends.
+
+        Requests of operators and probes are not logged.
+        """
         entry = request[ENTRY] = AccessEntry(
             call=f"{request.method} {request.path}",
             address=request.remote or "",
@@ -417,14 +421,14 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _ping(self, request: web.Request) -> web.Response:
-        """Answer that the process is alive, at another common path."""
+        """Answer that the process is alive, at another path that load balancers commonly use."""
         return web.Response(text="ok\n")
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json(VersionObject(__version__))
 
     async def _load(self, request: web.Request) -> web.Response:
-        """Return the number of open requests in vLLM's form."""
+        """Return the number of open requests, in the form of vLLM's ``/load``."""
         return _json(LoadObject(sum(base.intake.num_open for base in self._names.bases)))
 
     async def _ready(self, request: web.Request) -> web.Response:
@@ -475,7 +479,7 @@ async def _go_to_page(request: web.Request) -> web.Response:
 
 
 def _ask_for_key(error: BatonError) -> web.Response:
-    """Make a browser ask for an API key."""
+    """Return a response that makes a browser ask its user for an API key."""
     status = HTTP_STATUS_OF[status_name(error)]
     asks = {hdrs.WWW_AUTHENTICATE: 'Basic realm="Baton: an API key as password"'}
     return web.Response(status=status, text=f"{error}\n", headers=asks if status == 401 else {})

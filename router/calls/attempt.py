@@ -80,7 +80,7 @@ class Attempt:
 
     @property
     def weights(self) -> str:
-        """Return the version of the model weights on the attempt's nodes."""
+        """Version of the model weights on the attempt's nodes."""
         node = self.decode or self.prefill
         return "" if node is None else node.weights
 
@@ -258,6 +258,7 @@ class Attempt:
         self._end_encodings()
         for node in self.nodes:
             node.close_leg(self.epoch)
-            # After the decode node's last token, neither node works on the call any more.
+            # Nodes need no cancellation after the decode node's last token: both have finished the
+            # call.
             if self._finished_on is not NodeRole.DECODE:
                 node.send(CancelCommand(self._request_id, self.epoch))

@@ -114,7 +114,7 @@ class BeamRun:
         try:
             beams = await asyncio.shield(task)
         finally:
-            task.cancel()  # does nothing if the search has ended
+            task.cancel()  # has no effect if the search has ended
             await asyncio.gather(task, return_exceptions=True)
         yield self._delta(place, beams[place])
 

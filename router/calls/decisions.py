@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
-MAX_DECISIONS = 32  # maximum number of decisions per request; requests have fewer attempts
+# Maximum number of placements kept per request; few requests have as many attempts
+MAX_DECISIONS = 32
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class Dispatcher:
         return self._running.count_adapter(digest)
 
     async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
-        """Stream a call's tokens, without text. Ending the iteration cancels the call on its nodes.
+        """Stream a call's tokens, without text; ending the iteration cancels the call on its nodes.
 
         Raises:
             NodeUnavailableError: no nodes were found, or too many attempts failed.

@@ -42,7 +42,7 @@ class DeltaOrder:
         self._end_index = end_index
         # Deltas that wait for earlier tokens, by output index
         self._early: dict[int, LegDelta] = {}
-        self._indexes: list[int] = []  # keys of `_early`, as a heap
+        self._indexes: list[int] = []  # output indexes of the waiting deltas, as a heap
 
     def admits(self, item: LegDelta) -> bool:
         """Return whether a delta lies within the output, and not too many deltas wait already."""

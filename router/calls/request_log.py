@@ -23,11 +23,11 @@ MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt's record; times are seconds since the request reached the router.
+    """The record of one attempt; times are seconds since the request reached the router.
 
     Attributes:
         prefill_node: name of the prefill node; empty: the decode node computed the prompt.
-        trace: the attempt's span; None: not traced.
+        trace: the attempt's span; None: the request is not traced.
         failed_s: when the attempt failed; None: it has not failed.
     """
 
@@ -113,7 +113,7 @@ class RequestLog:
         self.on_traced: Callable[[RequestRecord], None] = lambda record: None
         self.began_at = clock()
         self._max_requests = max_requests
-        # Records by tenant and request id.
+        # Records by (tenant, request id), the newest request last.
         self._records: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()
         self._open: dict[int, RequestRecord] = {}
         self._num_ended_output_tokens = 0

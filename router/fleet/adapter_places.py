@@ -46,7 +46,7 @@ class AdapterPlaces:
     """Knows which nodes have or can load the adapters of one base model.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -74,7 +74,7 @@ class AdapterPlaces:
             self._sources.popitem(last=False)
 
     def source_of(self, digest: str) -> AdapterSource:
-        """Return where nodes find an adapter's files."""
+        """Return where nodes find the files of the adapter with this digest."""
         return self._sources.get(digest, NO_SOURCE)
 
     def note_placement(self, node: NodeLoad, digest: str) -> None:

@@ -22,7 +22,7 @@ class BasePools:
     """The pools of a router with several base models.
 
     Args:
-        pools: one per base model; they share a gate.
+        pools: the pool of each base model; all share one gate.
         models: each base model as the router's options name it, for errors.
 
     Raises:
@@ -46,7 +46,7 @@ class BasePools:
 
     @property
     def nodes(self) -> list[Node]:
-        """Nodes of all base models."""
+        """All joined nodes, whichever base model they serve."""
         return [node for pool in self._pools for node in pool.nodes]
 
     def refusal(self, registration: NodeRegistration) -> str:

@@ -176,13 +176,14 @@ class _Kept:
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        # Number of tokens by digest, least recently used first
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._sizes
 
     def note(self, image: PromptImage) -> None:
-        """Note that a node has, or soon has, an image's encoding."""
+        """Note that a node has an image's encoding, or will have it soon."""
         self._sizes[image.span.digest] = image.span.num_tokens
         self._sizes.move_to_end(image.span.digest)
         while sum(self._sizes.values()) > self._num_tokens:

@@ -174,22 +174,22 @@ class Fleet:
 
     @functools.cached_property
     def is_complete(self) -> bool:
-        """Return whether every prefill node reaches every decode node."""
+        """Return whether every prefill node is connected to every decode node."""
         return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)
 
     @functools.cached_property
     def prefill_places(self) -> Mapping[str, int]:
-        """Index of each node in ``prefills``, by engine id."""
+        """Position of each node in ``prefills``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.prefills)}
 
     @functools.cached_property
     def decode_places(self) -> Mapping[str, int]:
-        """Index of each node in ``decodes``, by engine id."""
+        """Position of each node in ``decodes``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.decodes)}
 
     @functools.cached_property
     def self_prefilling_places(self) -> Mapping[str, int]:
-        """Index of each node in ``self_prefilling``, by engine id."""
+        """Position of each node in ``self_prefilling``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.self_prefilling)}
 
     @functools.cached_property

@@ -24,7 +24,7 @@ LEAST_WEIGHT = 0.2
 
 
 class HealthState(Enum):
-    """The states of a node's health, as one router sees it."""
+    """The states of one node's health, as one router judges it."""
 
     SERVING = "serving"
     EJECTED = "ejected"

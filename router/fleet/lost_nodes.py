@@ -93,7 +93,7 @@ class LostNodes:
         return Fate.DEAD if loss.fate is Fate.OPEN and is_late else loss.fate
 
     def lost_since(self, at: float) -> list[Loss]:
-        """Return the losses since ``at``, without those of nodes that came back."""
+        """Return the losses since ``at``, except those of nodes that came back."""
         return [one for one in self._losses if one.at >= at and one.fate is not Fate.RETURNED]
 
     @property

@@ -195,7 +195,7 @@ class Node:
         return self.load.beat
 
     def watch(self) -> None:
-        """Eject the node if it is stalled, and update its weight; called once per beat interval."""
+        """Eject the node if it is stalled, and update its weight; call once per beat interval."""
         load = self.load
         if self.beat.num_waiting_for_adapters:  # a node that reads adapter files is not stalled
             load.note_stalled()
@@ -313,7 +313,7 @@ class Node:
         return leg if leg and leg.request_id == delta.request_id else None
 
     def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
-        """Measure the prompts that one step finished together."""
+        """Measure the prompts that one step finished, as these deltas report."""
         receipts, accounts = [], []
         for delta in deltas:
             if delta.prefill and (leg := self._leg_of(delta)):

@@ -1,6 +1,7 @@
-"""NodePool: the joined nodes, which of them reach each other, and the open legs on each.
+"""NodePool: the joined nodes, which of them are connected, and the attempts open on each.
 
-The pool takes registrations, reports and deltas from links, and makes the dispatcher's fleet. It
+The pool gets registrations, reports and deltas from links, and makes the fleet from which policies
+pick nodes.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class NodePool:
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
-        self._counted_at: float | None = None  # when missed beats were last counted
+        self._counted_at: float | None = None  # time of the last count of missed beats
         self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
         # Fleet for pooled prompts; None: make it when it is read next
@@ -441,7 +442,7 @@ class NodePool:
 
     @property
     def _is_held_up(self) -> bool:
-        """Return whether this process stalled recently, so that nodes may have hung up on it."""
+        """Return whether this process stalled lately, so that nodes may have hung up on it."""
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:
@@ -553,7 +554,7 @@ class NodePool:
         return sum(map(len, self._reach.bandwidths.values()))
 
     def is_eligible(self, node: Node) -> bool:
-        """Return whether a node may get new requests."""
+        """Return whether a node may get new requests, whatever its health."""
         return (
             not (node.is_draining or node.is_stuck)
             and self.identity.admits(node)

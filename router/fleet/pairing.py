@@ -173,7 +173,7 @@ class Reach:
             reached.pop(receiver, None)
 
     def forget(self, engine_id: str) -> None:
-        """Remove a node that went away."""
+        """Remove all pairs of a node that left."""
         self.bandwidths.pop(engine_id, None)
         for reached in self.bandwidths.values():
             reached.pop(engine_id, None)

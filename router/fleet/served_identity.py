@@ -53,7 +53,8 @@ class ServedIdentity:
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
         self._settled_at = math.inf  # `SETTLE_S` after the first node joined; infinite before
-        self._is_given_up = False  # whether the last node of `served` drained or was removed
+        # Whether the last node of the served identity drained or was removed
+        self._is_given_up = False
 
     @property
     def own(self) -> Mapping[str, str]:
@@ -166,7 +167,7 @@ class ServedIdentity:
 
 
 def count_fitting(own: Mapping[str, str], identity: Identity) -> int | None:
-    """Return how many entries of a model folder a node's identity has in common with it.
+    """Return how many entries a model folder and a node's identity have in common.
 
     Returns None if an entry of the folder differs.
     """

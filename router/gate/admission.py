@@ -115,7 +115,8 @@ class Admission:
         num_kv_tokens = num_prompt_tokens
         if needs_decode:
             num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
-        # Without tenants, all requests share one queue, so the costs of tenants are not compared.
+        # The cost only decides between tenants. Without tenants, nobody needs to know which tokens
+        # are cached.
         num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
             request_id=request_id,

@@ -136,8 +136,8 @@ class Capacity:
             return 0.0
         lately = decodes[0].shared
         num_tokens = min(max_tokens, lately.long_output_tokens)
-        # An output occupies the node from its second token, for which it may wait a step, to its
-        # last.
+        # A decode node holds an output from the second token, for which it may wait a step, to the
+        # last token.
         return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
 
     def note_wait(self, estimated_s: float, actual_s: float) -> None:

@@ -26,7 +26,7 @@ from router.gate.ticket import Ticket, charge_of
 
 # Other tenants leave no room for a tenant that sent no request for this many seconds.
 ACTIVE_S = 60.0
-_MAX_STALE = 64  # stale heap entries allowed beyond the number of live entries
+_MAX_STALE = 64  # number of stale entries by which a heap may exceed twice its live entries
 
 
 class Waiting(NamedTuple):
@@ -99,7 +99,7 @@ class FairQueue:
         self.virtual_time = 0
         # Queue of each tenant; the tenant whose last request is oldest comes first.
         self._flows: OrderedDict[str, _Flow] = OrderedDict()
-        # Heap of (entry, tenant) for tenants with waiting requests; other entries are stale.
+        # Heap of (sort key, tenant); a tuple whose key is not the tenant's current one is stale.
         self._order: list[tuple[tuple[int, int, int], str]] = []
         self._outstanding = 0
         self._num_active = 0
@@ -125,7 +125,7 @@ class FairQueue:
         self._reorder(flow)
 
     def head(self) -> Ticket | None:
-        """Return the request that begins next, or None. Takes O(log n) on average."""
+        """Return the waiting request that begins next, or None. Takes O(log n) on average."""
         while self._order:
             entry, tenant = self._order[0]
             flow = self._flows.get(tenant)

@@ -28,7 +28,7 @@ _RETRY_DELAY_S = 2.0
 
 
 class Level(IntEnum):
-    """Levels of overload, which decide what the router refuses."""
+    """Levels of overload; the level decides what the router refuses."""
 
     NORMAL = 0
     SHED = 1
@@ -48,7 +48,7 @@ class Threshold:
     unit: str = ""
 
     def level(self, value: float) -> Level:
-        """Return the level of a value."""
+        """Return the level that begins at or below this value of the signal."""
         return Level((value >= self.shed) + (value >= self.critical))
 
     def describe(self, value: float) -> str:
@@ -186,7 +186,7 @@ class LoopLag:
         self._lags = [0.0] * self._NUM_LOOKS
 
     async def look(self) -> None:
-        """Sleep for an interval and measure how much too long the sleep was."""
+        """Sleep for an interval, and measure how much longer than asked for the sleep was."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + self.INTERVAL_S
         await asyncio.sleep(self.INTERVAL_S)

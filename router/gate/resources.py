@@ -19,7 +19,8 @@ _LOOKS_BETWEEN = 5
 def num_descriptors() -> int:
     """Return the number of open file descriptors."""
     folder = Path("/proc/self/fd")
-    # Since Linux 6.2, st_size is the number of descriptors; older kernels need a count.
+    # On Linux 6.2 and later, st_size is the number of open descriptors; older kernels report 0, so
+    # they are counted.
     return folder.stat().st_size or sum(1 for _ in folder.iterdir())
 
 
@@ -38,7 +39,7 @@ def memory_limit_bytes(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup
         lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2, where limits of parent groups count too
+        if not controllers:  # cgroups of version 2, in which the limits of parent groups hold, too
             folder = root / path.lstrip("/")
             limits += [_limit_in(one / "memory.max") for one in (folder, *folder.parents)]
         elif "memory" in controllers.split(","):

@@ -29,13 +29,14 @@ MOST = 4.0  # a larger pressure is reported as this pressure
 
 @dataclass(frozen=True, slots=True)
 class ScalingSignal:
-    """The current scaling signal of one role.
+    """How busy the nodes of one role are.
 
     Attributes:
-        pressure: pressure of the busiest node; 1 means at its target. At most `MOST`.
-        num_nodes: nodes that have joined or were lost recently.
-        demand: pressure times number of nodes; divided by the target pressure, this is the number
-            of nodes needed.
+        pressure: how busy the busiest node is; 1 means that it is at its target. At most `MOST`.
+        num_nodes: number of nodes that may get requests or were lost lately.
+        demand: pressure times number of nodes. Divided by the pressure that an operator wants, this
+            is the number
+        of nodes needed.
     """
 
     pressure: float
@@ -112,7 +113,7 @@ class ScalingSignals:
         # Requests that were placed on the node wait for room in its cache
         if load.beat.num_waiting:
             in_use = max(in_use, 1.0) + load.beat.num_waiting / max(load.beat.num_running, 1)
-        # The step time is known only while requests decode.
+        # A step time exists only while requests decode on the node.
         step_s = load.step_base_s if load.num_batch and load.step.num_measured else 0.0
         return max(in_use, step_s / self._options.scaling_itl_s)
 

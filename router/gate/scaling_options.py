@@ -1,4 +1,4 @@
-"""ScalingOptions: targets for the scaling signals."""
+"""ScalingOptions: the target latencies behind the scaling signals."""
 
 from __future__ import annotations
 

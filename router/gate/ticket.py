@@ -71,7 +71,7 @@ class Ticket:
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether the request begins before other tenants' requests."""
+        """Return whether the request begins before other tenants': its priority is negative."""
         return self.order[0] < 0
 
     @property

@@ -62,7 +62,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pooled(Generic[Result]):
-    """The results of one request, and the receipts of its calls."""
+    """The results of one request, one per input, and the receipts of its calls."""
 
     results: list[Result]
     receipts: list[Receipt]
@@ -267,7 +267,8 @@ class PooledRequests:
                 problem = f"must have at most {MAX_INPUT_TOKENS} tokens together"
                 raise InvalidRequestError(field, problem)
             found.append(token_ids)
-            await asyncio.sleep(0)  # let other tasks run between prompts
+            # Let other tasks run, because tokenizing many prompts takes long
+            await asyncio.sleep(0)
         return found
 
     # ------------------------------------------------------------------ calls

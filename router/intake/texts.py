@@ -132,7 +132,7 @@ class Texts:
     async def encode_pair(
         self, first: str, second: str, *, max_model_len: int, caller: str = ""
     ) -> list[int]:
-        """Return the token ids of two texts, with the special tokens of a pair; see `encode`."""
+        """Return the token ids of a pair of texts, with special tokens; see `encode`."""
         num_chars = len(first) + len(second)
         self._check_num_chars("prompt", num_chars, max_model_len)
         for text in (first, second):

@@ -30,7 +30,7 @@ class BaseModel:
 
     @property
     def pool(self) -> NodePool:
-        """Nodes of this base model."""
+        """The pool of the nodes that serve this base model."""
         return self.dispatcher.pool
 
     def check_nodes(self) -> None:

@@ -62,7 +62,7 @@ class NameTable:
 
     @property
     def names(self) -> Sequence[str]:
-        """All names, the default one first."""
+        """All served names, the default name first."""
         return tuple(self._served)
 
     @property

@@ -35,7 +35,7 @@ from router.policies.probes import find_probe
 # Costs that differ by less than this many seconds count as equal, because estimates are inexact. Of
 # nearly equal nodes, the node that was sent the fewest tokens so far wins, so that all caches get
 # used.
-PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest prefill cost
+PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest cost of a prefill node
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
 # Maximum number of nodes of each role, of pairs, and of nodes with the longest cache hits that a
@@ -110,7 +110,7 @@ class _Search:
         return places
 
     def all_places(self) -> list[Place]:
-        """Return every pair, and every decode node that may compute the prompt itself."""
+        """Return the places of all pairs, and of all decode nodes that may work alone."""
         fleet, terms = self._fleet, self.terms
         pairs = [
             pair_place(terms, prefill_terms(terms, prefill), decode_terms(terms, decode))

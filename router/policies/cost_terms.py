@@ -248,7 +248,7 @@ def _add_loads(terms: CostTerms, costs_s: list[float], places: Mapping[str, int]
 
 
 def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
-    """Return a request's costs on one prefill node."""
+    """Return what a request costs on one prefill node."""
     num_missing = terms.num_missing(node)
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
@@ -262,7 +262,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
 
 
 def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
-    """Return a request's costs on one decode node."""
+    """Return what a request costs on one decode node."""
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     more_s = node.step.per_unit * units
     return DecodeTerms(

@@ -1,4 +1,4 @@
-"""LeastTokens: picks the nodes with the fewest queued tokens."""
+"""LeastTokens: picks the nodes with the fewest tokens of open requests."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class AdapterAdmin:
         return admin_pb2.AdapterChange(name=name, digest=digest, previous=previous, nodes=nodes)
 
     async def pin(self, calls: NodeCalls, name: str, *, pinned: bool) -> admin_pb2.AdapterChange:
-        """Pin or unpin a name's adapter on nodes; raises NotFoundError."""
+        """Pin or unpin the adapter of a name on all nodes that have it; raises NotFoundError."""
         served = dataclasses.replace(self._named(name), pins_adapter=pinned)
         await self._names.set_name(served)
         holders = [node for node in served.base.pool.nodes if served.adapter in node.load.adapters]
@@ -118,7 +118,7 @@ class AdapterAdmin:
         )
 
     async def unload(self, calls: NodeCalls, name: str) -> admin_pb2.AdapterChange:
-        """Remove a name, and unload its adapter from nodes once its requests have ended.
+        """Remove a name; once its requests have ended, unload its adapter from all nodes.
 
         Waits at most `WAIT_S` for the requests. Raises NotFoundError or InvalidRequestError.
         """
@@ -156,7 +156,7 @@ class AdapterAdmin:
         return next((one for one in self._names.served if one.name == name), None)
 
     def _named(self, name: str) -> ServedName:
-        """Return a name that maps to an adapter."""
+        """Return what a name maps to; raises InvalidRequestError if the name has no adapter."""
         served = self._names.find(name)
         if not served.adapter:
             raise InvalidRequestError("name", f"{name!r:.200} stands for no adapter")
@@ -208,7 +208,7 @@ class AdapterAdmin:
     async def _leave(self, calls: NodeCalls, base: BaseModel, digest: AdapterDigest) -> None:
         """Wait until no request uses an adapter, and unload it on all nodes that have it.
 
-        Ends early if a name maps to the adapter again.
+        Unloads nothing if a name maps to the adapter again by then.
         """
         not_before = time.monotonic() + GRACE_S
         while (  # noqa: ASYNC110 - no event is set when the adapter's last request ends

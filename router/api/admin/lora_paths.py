@@ -36,7 +36,7 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /v1/unload_lora_adapter``: the name to remove."""
+    """Body of ``POST /v1/unload_lora_adapter``: the adapter's name, which is removed."""
 
     lora_name: str
 

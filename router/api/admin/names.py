@@ -18,7 +18,7 @@ def describe_names(names: NameTable) -> admin_pb2.ListNamesResponse:
 
 
 def describe_name(served: ServedName) -> admin_pb2.NameDescription:
-    """Describe a served name; add why its requests would be refused, if they would be now."""
+    """Describe a served name; if its requests would be refused now, also say why."""
     pool = served.base.pool
     problem = "" if pool.fleet else pool.why_no_pair()
     try:

@@ -62,7 +62,7 @@ class NodeCalls:
         return answer.load_adapter
 
     async def unload_adapter(self, node: Node, digest: str) -> admin_pb2.AdaptersDescription:
-        """Make a node accept no more requests for an adapter; return the node's adapters."""
+        """Tell a node to refuse new requests for an adapter and unload it; return its adapters."""
         unload = admin_pb2.UnloadAdapterRequest(digest=digest)
         request = admin_pb2.NodeAdminRequest(unload_adapter=unload)
         return (await self._ask(node, request)).unload_adapter

@@ -1,4 +1,4 @@
-"""Admin service: answers operators' questions and makes their changes. Logs every change."""
+"""Admin service: answers operators' questions and makes their changes; logs each change."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodes(  # gRPC prescribes this name
         self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
-        """Return all joined nodes with load and peers, and missing nodes."""
+        """Return all joined nodes with their load and peers, and the nodes that are missing."""
         nodes: list[admin_pb2.NodeDescription] = []
         for base in self._bases:
             described = [
@@ -118,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Drain(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Drain a node: it takes no new requests and finishes its own. Returns at once."""
+        """Let a node take no new requests and finish its own; return without waiting for that."""
         node = self._find(request.node)
         _note(context, f"drain {node.name}")
         node.send(DrainCommand())
@@ -151,7 +151,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetStats(  # gRPC prescribes this name
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
-        """Return counts since the start, and latencies of recently finished requests."""
+        """Return request counts since the start, and latencies of recently finished requests."""
         bases = [self._names.find_base(request.model)] if request.model else self._bases
         logs = [base.dispatcher.log for base in bases]
         window = window_stats(logs, request.window_s or DEFAULT_WINDOW_S)
@@ -176,7 +176,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Trace(  # gRPC prescribes this name
         self, request: admin_pb2.TraceRequest, context: Context
     ) -> admin_pb2.RequestTrace:
-        """Return the life of a recent request."""
+        """Return when and where each stage of a recent request took place."""
         tenant = _whose(context, request.tenant, Role.LOOK)
         return describe_request(self._record(request.request_id, tenant)[1])
 
@@ -241,13 +241,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListQuarantine(  # gRPC prescribes this name
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
-        """Return the requests that are refused because equal ones crashed nodes."""
+        """Return the requests that are refused because an equal request crashed a node."""
         return describe_quarantine([base.dispatcher.recoveries.suspects for base in self._bases])
 
     async def ReleaseQuarantine(  # gRPC prescribes this name
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
-        """Stop refusing some quarantined requests, or all."""
+        """Accept quarantined requests again: some of them, or all."""
         num_released = sum(
             base.dispatcher.recoveries.suspects.release(request.fingerprint) for base in self._bases
         )
@@ -259,13 +259,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetPolicy(  # gRPC prescribes this name
         self, request: admin_pb2.GetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
-        """Return the routing policy in use and all available ones."""
+        """Return the name of the routing policy in use, and the names of all available policies."""
         return admin_pb2.PolicyDescription(policy=self._policy, known=POLICIES.names())
 
     async def SetPolicy(  # gRPC prescribes this name
         self, request: admin_pb2.SetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
-        """Use another routing policy from now on; placed requests stay where they are."""
+        """Use another routing policy from now on; requests that are placed stay on their nodes."""
         try:
             policies = [POLICIES.load(request.policy)() for _ in self._bases]
         except ConfigError as error:
@@ -308,7 +308,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetVersion(  # gRPC prescribes this name
         self, request: admin_pb2.GetVersionRequest, context: Context
     ) -> admin_pb2.GetVersionResponse:
-        """Return the versions of this router and its nodes."""
+        """Return the versions of Baton that this router and its nodes run."""
         nodes = {node.name: node.registration.version for node in self._nodes()}
         return admin_pb2.GetVersionResponse(router=__version__, nodes=nodes)
 
@@ -441,7 +441,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Profile(  # gRPC prescribes this name
         self, request: admin_pb2.AdminProfileRequest, context: Context
     ) -> admin_pb2.ProfileResponse:
-        """Profile the router, or a node's engine, for some seconds."""
+        """Profile the router process, or the engine of a node, for some seconds."""
         node = self._find(request.node) if request.node else None
         _note(context, f"profile {node.name if node else 'the router'} for {request.seconds:g} s")
         if node is None:
@@ -471,7 +471,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return [self._find(name)] if name else self._nodes()
 
     def _expel(self, name: str) -> NodeRegistration:
-        """Remove a node of any base model at once; raises NotFoundError."""
+        """Remove a node at once, whichever base model it serves; raises NotFoundError."""
         for base in self._bases[:-1]:
             with contextlib.suppress(NotFoundError):
                 return base.pool.expel(name)

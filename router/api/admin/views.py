@@ -23,7 +23,7 @@ from router.gate.overload import OverloadState
 
 
 def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
-    """Describe a joined node, its load and its peers."""
+    """Describe a joined node: its registration, its load and its connections to peers."""
     description = _describe(node.registration)
     load = node.load
     if load.has_beat:
@@ -44,7 +44,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
         (peer.name, report)
         for engine_id, report in node.reports.items()
         if (peer := pool.node(engine_id)) is not None
-        # Nodes of other revisions are not expected to connect.
+        # Nodes of different revisions are never paired, so a missing connection is no problem.
         and peer.load.revision == node.load.revision
     ]
     for name, report in sorted(peers, key=lambda one: one[0]):
@@ -120,10 +120,10 @@ def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
 
 
 def describe_quarantine(of_models: Sequence[Suspects]) -> admin_pb2.ListQuarantineResponse:
-    """Describe the requests that are refused because equal ones crashed nodes.
+    """Describe the requests that are refused because an equal request crashed a node.
 
     Args:
-        of_models: suspects of each base model.
+        of_models: each base model's `Suspects`, which know the quarantined requests.
     """
     now = of_models[0].clock()
     return admin_pb2.ListQuarantineResponse(
@@ -180,7 +180,7 @@ def describe_stats(
 
 
 def describe_overload(state: OverloadState) -> admin_pb2.OverloadDescription:
-    """Describe how close the router is to its own limits."""
+    """Describe how close the router is to the limits of its process."""
     return to_message(
         admin_pb2.OverloadDescription,
         state,

@@ -141,7 +141,7 @@ class MessageEvents:
             yield self.fail(_CUT_SHORT)
             return
         message = self._message
-        if not message.content:  # an answer needs a text block, even an empty one
+        if not message.content:  # an answer must have a text block, even if the text is empty
             yield from self._push_text(TextBlock, "text", self._blanks)
         yield from self._close()
         assert delta.receipt is not None

@@ -46,7 +46,7 @@ _BLOCKS = {
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
-# Types of blocks from tools that run on Anthropic's servers.
+# Types of content blocks that are left out: blocks of tools that run on Anthropic's servers.
 _ELSEWHERE = {
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use",
     "mcp_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
@@ -88,14 +88,14 @@ class Block(msgspec.Struct):
 
 
 class Turn(msgspec.Struct):
-    """A message of the conversation."""
+    """One message of the conversation, in Anthropic's form."""
 
     role: _Role
     content: str | list[Block]
 
 
 class MessagesTool(msgspec.Struct):
-    """A function that the model may call; tools of other types are run by Anthropic."""
+    """A function that the model may call, or a tool that Anthropic would run, by its type."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -251,7 +251,7 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
         case "assistant", "redacted_thinking":
             pass  # reasoning that only Anthropic can decrypt is left out
         case "assistant", kind if kind in _ELSEWHERE:
-            pass  # the next text block holds the tool's result
+            pass  # left out, because the next text block contains the tool's result
         case "assistant", "tool_use":
             arguments = msgspec.json.encode(block.input or {}).decode()
             function = FunctionCall(_needed(block.name, f"{where}.name"), arguments)

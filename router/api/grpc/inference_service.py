@@ -1,4 +1,4 @@
-"""Inference service: the public gRPC API, on top of the table of names."""
+"""Inference service: the public gRPC API, which passes requests to the named model's intake."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ NamingRequest = (
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Serve all calls of `proto/baton/v1/inference.proto`.
+    """Serves all calls of `proto/baton/v1/inference.proto`.
 
     Args:
-        names: model names that clients may use.
+        names: table of the model names that clients may use.
         journal: keeps the streams of resumable requests.
         max_timeout_s: upper limit of clients' deadlines.
     """
@@ -130,7 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def CountTokens(  # gRPC prescribes this name
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
-        """Return the number of a prompt's tokens."""
+        """Return how many tokens a prompt has."""
         served = self._find_name(request, context)
         prompt = _prompt_from_proto(request.prompt, served)
         token_ids = await served.intake.reader.tokenize_only(prompt, context.principal)
@@ -181,7 +181,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Classify(  # gRPC prescribes this name
         self, request: inference_pb2.ClassifyRequest, context: Context
     ) -> inference_pb2.ClassifyResponse:
-        """Return the labels of each input."""
+        """Return the labels of each input, with their probabilities."""
         response, receipts = await pooled.classify(request, self._pooled(request.terms, context))
         _note_pooled(context, receipts)
         return response
@@ -314,7 +314,10 @@ def _chat_from_proto(chat: inference_pb2.Chat, served: ServedName) -> ChatPrompt
 def _content_from_proto(
     message: inference_pb2.ChatMessage, field: str, images: list[ImageFile]
 ) -> str | list[dict[str, str]]:
-    """Return a message's content as one text or as parts, and append its image files."""
+    """Return a message's content, as one text or as parts.
+
+    The files of its images are appended to ``images``.
+    """
     if not message.parts:
         return message.content
     if message.content:

@@ -36,7 +36,7 @@ class JournalOptions:
     max_bytes: int = 64 * 2**20
 
 
-_Key = tuple[str, str]  # (tenant, request id): two tenants may use the same id
+_Key = tuple[str, str]  # (tenant, request id), because two tenants may use the same request id
 
 
 @dataclass(slots=True, eq=False)
@@ -61,12 +61,12 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate number of bytes kept."""
+        """Approximate number of bytes that all kept streams have together."""
         return sum(stream.num_bytes for stream in self._streams.values())
 
     @property
     def num_streams(self) -> int:
-        """Number of streams kept, running or ended."""
+        """Number of kept streams, whether they run or have ended."""
         return len(self._streams)
 
     def holds(self, request_id: str, content: bytes, *, tenant: str = "") -> bool:
@@ -94,7 +94,7 @@ class Journal:
         *,
         tenant: str = "",
     ) -> None:
-        """Start a stream and keep it; any call of its tenant may read it.
+        """Start a stream and keep it, so that all calls of its tenant may read it.
 
         Raises OverloadedError if the journal is full.
         """
@@ -161,7 +161,7 @@ class Journal:
             _note_change(stream)
 
     def _expect_reader(self, key: _Key, stream: _Stream) -> None:
-        """Forget a stream unless a reader comes within the grace time."""
+        """Forget a stream without readers if no call reads it within the grace time."""
         if stream.num_readers == 0 and self._streams.get(key) is stream:
             loop = asyncio.get_running_loop()
             grace_s = self._options.grace_s
@@ -206,7 +206,7 @@ class Journal:
 
 
 def _digest(content: bytes) -> bytes:
-    """Return a hash of the content, which may have several megabytes."""
+    """Return a hash of a request's content, which is kept instead of the content."""
     return hashlib.sha256(content).digest()
 
 

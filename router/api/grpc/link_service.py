@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# Maximum number of waiting commands per node. Nodes that read their links have far fewer.
+# Maximum number of commands that wait for a node. A node that reads its link has far fewer.
 MAX_QUEUED_COMMANDS = 50_000
 
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
 
 
 class NodePools(Protocol):
-    """The pools that nodes join: one pool, or one per base model."""
+    """The pool, or the pools of several base models, that nodes join."""
 
     @property
     def gate(self) -> JoinGate:
@@ -47,11 +47,11 @@ class NodePools(Protocol):
         """Return why this node can never join; empty if it can join now or later."""
 
     def find_pool(self, registration: NodeRegistration) -> NodePool:
-        """Return the pool that a node joins."""
+        """Return the pool of the base model that a node serves."""
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
-    """Serve `Link`: one call per joined node, which lasts as long as the node is connected."""
+    """Serves `Link`: one call per joined node, which lasts as long as the node is connected."""
 
     def __init__(self, pools: NodePools, access: Access | None = None) -> None:
         """Args: access: logs which nodes joined, left or were refused."""
@@ -94,14 +94,15 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            # The node sends events but does not read commands
+            # A node with so many waiting commands sends events but does not read its commands.
             if outgoing.qsize() > MAX_QUEUED_COMMANDS:
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():
                     outgoing.get_nowait()
-                call.cancel()  # the call only waits for commands, so cancelling it is safe
+                # This call does nothing but wait for commands, so it can be cancelled safely
+                call.cancel()
 
-        del first  # otherwise, the message would be kept until the link ends
+        del first  # frees the message, which this call would otherwise keep until the link ends
         node = Node(
             registration,
             send,

@@ -27,10 +27,10 @@ ROWS_AT_ONCE, DELTAS_AT_ONCE = 2**13, 2**10
 
 
 class LongMessages:
-    """Reads long messages in one thread; each link may have one long message at a time."""
+    """Reads long messages in a thread of its own; a link may have one long message at a time."""
 
     def __init__(self) -> None:
-        # One thread only: more threads would keep the GIL from the event loop for too long.
+        # A single thread: more threads would keep the GIL from the event loop for too long.
         self._thread = ThreadPoolExecutor(1, "long-link-messages")
 
     async def read(
@@ -54,7 +54,10 @@ class LongMessages:
 
 
 def read_registration(message: Unread) -> node_pb2.NodeMessage:
-    """Read a link's first message, which must have few parts; raises InvalidRequestError."""
+    """Read a link's first message, even though it is long.
+
+    Raises InvalidRequestError if the message has too many parts.
+    """
     num_parts = count_parts(message.data, node_pb2.NodeMessage, MAX_REGISTRATION_PARTS)
     if num_parts > MAX_REGISTRATION_PARTS:
         raise InvalidRequestError("registration", f"has more than {MAX_REGISTRATION_PARTS} parts")

@@ -148,7 +148,7 @@ class ChatDialect:
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
-            message.content = ""  # each step produces a chunk, even without text
+            message.content = ""  # so that each step makes a chunk, even without text
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
@@ -250,7 +250,7 @@ async def open_chat(
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
     note_ignored(request, unseen_results(body))
-    intake.admission.check_key(request[PRINCIPAL])  # check this before any expensive work
+    intake.admission.check_key(request[PRINCIPAL])  # cheap checks come before expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
     prompt = await intake.reader.read(
@@ -297,7 +297,7 @@ async def open_chat(
 
 
 def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
-    """Return the request's limit of output tokens; by default, as many as fit."""
+    """Return how many output tokens a request may have; by default as many as the model allows."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.use_beam_search:
         room = min(room, MAX_BEAM_TOKENS)

@@ -77,7 +77,7 @@ class CompletionDialect:
 
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
         echoed_ids, echoed_text = self._echoes[index]
-        self._echoes[index] = ([], "")  # only the first chunk carries the echo
+        self._echoes[index] = ([], "")  # only the first chunk of an output repeats the prompt
         reason = delta.finish_reason
         choice = CompletionChoice(
             index,

@@ -32,7 +32,8 @@ from router.intake.parsers.choice import AskedThinking, OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 
-# Budget of thinking tokens by effort level, for models whose template does not know levels.
+# Effort level -> budget of thinking tokens (None: no limit), for models whose template does not
+# know effort levels.
 EFFORT_BUDGETS: dict[str, int | None] = {
     "none": 0,
     "minimal": 512,
@@ -50,7 +51,9 @@ _OURS = ("messages", "tools", "add_generation_prompt")
 
 
 def chat_prompt(request: ChatRequest, named_template: str = "") -> ChatPrompt:
-    """Return the input of the chat template; raises InvalidRequestError.
+    """Return a request's conversation as the input of the chat template.
+
+    Raises InvalidRequestError.
 
     Args:
         named_template: chat template of the served name; empty: the checkpoint's template is used.
@@ -215,7 +218,8 @@ def parser_context(
     """Return what the parsers of a chat's outputs need to know about the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     for name, grammar in (grammars or {}).items():
-        if grammar and name in tools:  # in every format, models write the text inside JSON
+        # In every family's format, models write a custom tool's text as a JSON string
+        if grammar and name in tools:
             tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
     closes_by_token = thinking is not None and thinking.closes_by_token
@@ -224,12 +228,13 @@ def parser_context(
 
 @dataclass(frozen=True, slots=True)
 class HeldOutput:
-    """A constraint on the output of a chat with tools.
+    """A constraint that a chat's tools put on its output.
 
     Attributes:
         output: grammar of the output.
-        is_common_call: whether the grammar allows exactly one call, as a plain JSON object.
-        is_either: whether the grammar allows either an answer or calls.
+        is_common_call: whether the grammar allows exactly one call, as a plain JSON object instead
+            of the form of the model's family.
+        is_either: whether the grammar allows either an answer in the response format, or calls.
         is_free: whether the grammar allows any text before calls.
     """
 
@@ -242,9 +247,9 @@ class HeldOutput:
 def held_output(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars | None = None
 ) -> HeldOutput | None:
-    """Return the constraint that the request's tools put on the output, or None.
+    """Return the constraint that a request's tools put on the output, or None.
 
-    Raises InvalidRequestError.
+    Raises InvalidRequestError if the request asks for a constraint that is not possible.
     """
     held = _forced_calls(request, parsers, grammars or {})
     if held is None:
@@ -275,7 +280,8 @@ def _forced_calls(
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
     functions = [_function(tool, grammars, is_held=True) for tool in tools]
-    # Small models repeat calls, so several calls are allowed only if the request asks for them.
+    # If calls are forced, small models repeat them, so several calls are allowed only if the
+    # request asks for them.
     several = request.parallel_tool_calls is True and not is_named
     grammar, is_common = parsers.forced_calls(functions, several=several)
     return HeldOutput(_grammar_of_calls(grammar), is_common_call=is_common)
@@ -366,7 +372,7 @@ def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
 
 
 def _message(message: Message, field: str) -> dict[str, Any]:
-    # Templates do not know OpenAI's newer name for the system role.
+    # Chat templates do not know ``developer``, OpenAI's newer name for the role ``system``.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(message, field)}
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):

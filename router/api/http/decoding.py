@@ -78,7 +78,10 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
 
 
 def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
-    """Yield unknown fields of nested objects; raise if one of them may constrain outputs."""
+    """Yield unknown fields of the objects inside a request.
+
+    Raises InvalidRequestError for an unknown field of an object that constrains outputs.
+    """
     for name, inner_kind in _objects(kind).items():
         if name not in given or bytes(given[name])[:1] != b"{":
             continue
@@ -96,7 +99,7 @@ def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[st
 
 @contextmanager
 def _below(name: str) -> Iterator[None]:
-    """Prefix the fields in errors with the name of the object that contains them."""
+    """Put the name of the containing object before the fields that errors name."""
     try:
         yield
     except InvalidRequestError as error:

@@ -62,7 +62,7 @@ _CODES = {
 }
 
 MESSAGES_PATH = "/v1/messages"
-# Header in which Anthropic's clients look for the request id
+# Header in which Anthropic's client libraries look for the request id.
 MESSAGES_REQUEST_ID_HEADER = "request-id"
 _MESSAGE_TYPES = {
     401: "authentication_error",
@@ -80,7 +80,7 @@ class ApiError(Exception):
     """An error that exists only in HTTP, such as an unknown path.
 
     Args:
-        status: HTTP status.
+        status: HTTP status code.
         code: OpenAI's error code, if there is one.
     """
 
@@ -116,7 +116,7 @@ class MessageErrorBody(msgspec.Struct):
 
 
 def is_of_messages(request: web.BaseRequest) -> bool:
-    """Return whether the request's client uses Anthropic's API."""
+    """Return whether a request is for Anthropic's API, by its path."""
     return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
 
 
@@ -130,14 +130,14 @@ def error_message(error: BatonError | ApiError) -> str:
 
 
 def message_error(error: BatonError | ApiError) -> MessageError:
-    """Return an error in the form of Anthropic's API."""
+    """Return an error's object in the form of Anthropic's API."""
     status = status_of(error)
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     return MessageError(_MESSAGE_TYPES.get(status, otherwise), error_message(error))
 
 
 def status_of(error: BatonError | ApiError) -> int:
-    """Return the HTTP status of an error."""
+    """Return the HTTP status code of an error."""
     return error.status if isinstance(error, ApiError) else HTTP_STATUS_OF[status_name(error)]
 
 
@@ -171,14 +171,15 @@ def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> we
     headers = {}
     delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
     if delay_s is not None:
-        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP allows only whole seconds
+        # The header Retry-After allows only whole seconds
+        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))
     if isinstance(error, UnauthenticatedError):
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def known_error(error: Exception) -> BatonError | ApiError:
-    """Return the error to show to the client; unexpected errors are logged."""
+    """Return the error to show to the client; log an unexpected error and hide its text."""
     if isinstance(error, BatonError | ApiError):
         return error
     logger.error("unexpected error in a request", exc_info=error)

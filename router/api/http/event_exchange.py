@@ -43,7 +43,7 @@ class AnswerEvents(Protocol):
     """Builds one answer step by step, and the events that stream it."""
 
     def first_events(self) -> Iterator[AnswerEvent]:
-        """Return the events to send before the first token's text."""
+        """Return the events that begin the answer, before the first token's text."""
         ...
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[AnswerEvent]:
@@ -60,7 +60,7 @@ class AnswerEvents(Protocol):
         ...
 
     def fail(self, error: BatonError | ApiError) -> AnswerEvent:
-        """Return the last event of a failed answer."""
+        """Return the event that ends a failed answer."""
         ...
 
     def whole(self) -> Any:
@@ -94,7 +94,7 @@ def as_fields(names: FieldNames) -> Iterator[None]:
 
 
 def _named(names: FieldNames, field: str) -> str:
-    """Return the client's name for a field of the chat request."""
+    """Return the client's field that became this field of the chat request."""
     for ours, theirs in names.items():
         if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
             return theirs + field[len(ours) :]
@@ -143,7 +143,7 @@ class EventExchange:
     names: FieldNames
 
     async def respond(self) -> web.StreamResponse:
-        """Run the call and return the response; ends the call if the client disconnects."""
+        """Run the call and return its response; if the client disconnects, end the call."""
         self.request[ENTRY].num_prompt_tokens = len(self.call.prompt_token_ids)
         if self.body.stream:
             return await respond_in_events(self.request, [self.call], self._send, self._fail)

@@ -39,10 +39,10 @@ from router.names.table import NameTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """Options of the HTTP API; see `baton router --help`.
+    """Options of the HTTP API.
 
     Attributes:
-        names: model names that clients may use.
+        names: table of the model names that clients may use.
         strict_fields: whether a field without effect is an error.
     """
 
@@ -96,7 +96,7 @@ class Dialect(Protocol):
     chunk_object: str
 
     def parser(self, index: int) -> OutputParser | None:
-        """Return the parser that divides an output into parts; None: the output is plain text."""
+        """Return the parser that divides this output into parts; None: it is plain text."""
         ...
 
     def chunk(self, index: int, delta: TextDelta) -> Choice:
@@ -139,7 +139,7 @@ class Exchange:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def respond(self) -> web.StreamResponse:
-        """Run the calls and return the response; ends the calls if the client disconnects."""
+        """Run the calls and return their response; if the client disconnects, end the calls."""
         entry = self.request[ENTRY]
         of_prompts = self.calls[:: self.num_choices]
         entry.num_prompt_tokens = sum(len(call.prompt_token_ids) for call in of_prompts)
@@ -317,7 +317,7 @@ def check_num_returned(num_token_ids: int) -> None:
 
 
 async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
-    """Return the request's fields; store the entry of the model name under `SERVED`.
+    """Return the request's fields; store what its model name maps to under `SERVED`.
 
     Raises:
         InvalidRequestError: a field is wrong.

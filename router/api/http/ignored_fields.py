@@ -30,7 +30,7 @@ def note_ignored(request: web.Request, names: Sequence[str]) -> None:
 
 
 def _shown(name: str) -> str:
-    """Return a field name that is safe to write to headers and logs."""
+    """Return a field name, shortened and escaped, so that headers and logs may contain it."""
     name = name[:MAX_NAME_CHARS]
     return name if _PLAIN.fullmatch(name) else "?"
 
@@ -42,7 +42,7 @@ class IgnoredFieldsLog:
         self._names: set[str] = set()
 
     def note(self, names: Sequence[str], request_id: str) -> None:
-        """Log the names that were not logged before."""
+        """Log those field names that were not logged before."""
         new = [name for name in names if name not in self._names]
         if new and len(self._names) < _MAX_REMEMBERED:
             self._names.update(new)

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two forms, with the tokens' texts in place of token ids."""
+"""Logprobs in both of OpenAI's forms, in which tokens are shown by their texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token."""
+        """Return the bytes of a token's text."""
         if self._tokenizer is None:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
@@ -89,7 +89,10 @@ class TokenTexts:
     def prompt(
         self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]
     ) -> list[dict[str, PromptLogprob] | None]:
-        """Return a prompt's logprobs in vLLM's form: by token id, the prompt's own token first."""
+        """Return a prompt's logprobs in vLLM's form.
+
+        Each prompt token has a dictionary by token id; the prompt's own token comes first.
+        """
         found: list[dict[str, PromptLogprob] | None] = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             if entry is None:

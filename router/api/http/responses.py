@@ -154,7 +154,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """Fields that vLLM adds to every kind of choice on request."""
+    """Base class of choices: the fields that vLLM adds to each choice on request."""
 
     token_ids: list[int] | UnsetType = UNSET
 
@@ -218,7 +218,12 @@ class ModelList(msgspec.Struct):
 
 
 def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
-    """Add up the usage of all outputs, which are grouped by prompt."""
+    """Add up the usage of all outputs of a request.
+
+    Args:
+        receipts: one per output, grouped by prompt.
+        num_choices: number of outputs per prompt; a prompt's tokens count once.
+    """
     prompt_tokens, completion_tokens, cached_tokens = 0, 0, 0
     receipts = list(receipts)
     for index, receipt in enumerate(receipts):

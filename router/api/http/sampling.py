@@ -1,4 +1,4 @@
-"""Convert request fields to SamplingParams: OpenAI's defaults, vLLM's names for other fields."""
+"""Convert request fields to SamplingParams, with OpenAI's defaults and vLLM's names."""
 
 from __future__ import annotations
 

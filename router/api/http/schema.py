@@ -104,7 +104,7 @@ class StructuredOutputs(Constraint):
 
 
 class TypedGrammar(Constraint):
-    """A constraint on the output in text-generation-inference's form."""
+    """A constraint on the output in the form of text-generation-inference: its type and value."""
 
     type: Literal["json", "json_schema", "regex"]
     value: dict[str, Any] | str

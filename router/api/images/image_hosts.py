@@ -29,7 +29,7 @@ _PLAIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(?:[/?][!-\[\]-~]*)?")
 # A listed host: a name or an address, with an optional port.
 _HOST = re.compile(r"(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_MAX_LOOKUPS = 4  # threads that resolve host names
+_MAX_LOOKUPS = 4  # maximum number of threads that resolve host names
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -53,7 +53,7 @@ class ImageHosts:
     """
 
     def __init__(self, listed: str) -> None:
-        self._names: set[str] = set()  # "host" or "host:port"
+        self._names: set[str] = set()  # listed names, as "host" or "host:port"
         self._networks: list[Network] = []
         self._takes_any = False
         self._threads = ThreadPoolExecutor(_MAX_LOOKUPS, "image-hosts")
@@ -145,7 +145,7 @@ class ImageHosts:
         return any(address in network for network in self._networks)
 
     def _may_connect(self, text: str) -> bool:
-        """Return whether an address, and each address embedded in it, is public or listed."""
+        """Return whether an address is public or listed, and each address embedded in it."""
         try:
             address = ipaddress.ip_address(text.partition("%")[0])
         except ValueError:
@@ -161,7 +161,7 @@ def _look_up(host: str, port: int) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-# NAT64: the last 32 bits are an IPv4 address.
+# Prefix of NAT64 addresses, whose last 32 bits are an IPv4 address.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # The range of public IPv6 hosts. Python's `is_global` accepts more, such as site-local addresses
 # and the NAT64 prefixes that a site chooses for itself (RFC 8215).
@@ -175,7 +175,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:
-    """Yield an address, and the IPv4 addresses to which gateways would translate it."""
+    """Yield an address, and the IPv4 addresses to which a gateway would translate it."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
         return

@@ -145,7 +145,7 @@ class Items:
 
     def end_answer(self, status: str) -> Iterator[Event]:
         """Close the open item with a status; yield the events for it."""
-        if not self.items:  # an answer needs a message, even an empty one
+        if not self.items:  # an answer must have a message, even if the message is empty
             yield from self._begin_text(MessageItem)
         yield from self._close(status)
 
@@ -245,7 +245,7 @@ def _input_of(arguments: str) -> str:
 
 
 def _copy(item: Item) -> Item:
-    """Copy an item, so that later changes do not affect an event."""
+    """Copy an item for an event, because the item changes while the answer grows."""
     return msgspec.structs.replace(item)
 
 

@@ -32,7 +32,7 @@ from router.intake.texts import check_num_messages
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = "message, function_call, function_call_output or reasoning"
-# Items of tools that OpenAI runs, and of data that OpenAI stores.
+# Types of items that are left out: items of tools that OpenAI runs, or of data that OpenAI stores.
 _ELSEWHERE = {
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "computer_call", "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request",
@@ -217,7 +217,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
             content = _output(item.output, f"{field}.output")
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         case other if other in _ELSEWHERE:
-            pass  # the next message has the call's result
+            pass  # left out, because the next message contains the result
         case other:
             raise InvalidRequestError(
                 f"{field}.type", f"must be {_ITEMS}, got {other[:MAX_SHOWN_CHARS]!r}"

@@ -104,7 +104,7 @@ def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
 
 
 def _each(given: Sequence[ResponsesTool]) -> list[tuple[str, ResponsesTool, str]]:
-    """List tools with their field paths in the request and their namespaces."""
+    """List each tool with its field in the request, for errors, and its namespace."""
     found: list[tuple[str, ResponsesTool, str]] = []
     for index, tool in enumerate(given):
         where = f"tools[{index}]"

@@ -65,14 +65,14 @@ class BilledUnits(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """Cohere's usage figures of a request."""
+    """The usage of a request, in the form of Cohere's API."""
 
     api_version: ApiVersion
     billed_units: BilledUnits
 
 
 class RerankResponse(msgspec.Struct, kw_only=True):
-    """The results, best first, with the figures of both APIs."""
+    """The results, best first, with the usage fields of Cohere's and Jina's APIs."""
 
     id: str
     model: str

@@ -72,7 +72,7 @@ class PooledResponse(msgspec.Struct, kw_only=True):
 
 
 def pooled_requests(request: web.Request, body: PooledFields) -> PooledRequests:
-    """Return the pooled requests of the served model, with the client's terms.
+    """Return the served model's `PooledRequests`, with the client's terms.
 
     Raises InvalidRequestError for a field whose value is not supported.
     """

@@ -45,7 +45,7 @@ class History:
         return list(self._intervals)
 
     async def run(self) -> None:
-        """Record one interval after another. Never returns."""
+        """Record one interval after another, for ever."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.note()

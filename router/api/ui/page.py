@@ -151,7 +151,7 @@ class StatusPage:
         )
 
     async def show_file(self, request: web.Request) -> web.Response:
-        """Return a style sheet or script."""
+        """Return the page's style sheet or script."""
         name = request.match_info["name"]
         return web.Response(
             body=(FOLDER / name).read_bytes(), content_type=_STATIC[name], headers=_HEADERS
@@ -217,7 +217,7 @@ def _series(history: History) -> list[tuple[str, float, list[float]]]:
 
 @dataclass(frozen=True, slots=True)
 class FirstConversation:
-    """How to get a first answer, shown on a page without requests.
+    """A command for a first question to the model, shown while there have been no requests.
 
     Attributes:
         root: this router's URL as the reader's browser wrote it.
@@ -244,7 +244,7 @@ def first_conversation(request: web.Request, model: str) -> FirstConversation:
 
 
 def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:
-    """List each pair of a prefill and a decode node once, as reported by its prefill node."""
+    """List each pair of a prefill and a decode node once, with the prefill node's report on it."""
     encoders = {node.node_name for node in nodes if node.role == 3}
     prefills = (node for node in nodes if node.role == 1)
     return [
@@ -314,7 +314,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Format a number: ``0.32``, ``843``, ``12,340``, ``4.56M``."""
+    """Format a number in few characters: ``0.32``, ``843``, ``12,340``, ``4.56M``."""
     if number and abs(number) < 9.95 and not float(number).is_integer():
         return f"{number:.2g}"
     return f"{number:,.0f}" if abs(number) < 1e6 else f"{number / 1e6:,.3g}M"

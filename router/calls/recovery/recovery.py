@@ -198,7 +198,7 @@ class Recovery:
             self._suspicion.note_progress(attempt)
 
     def close(self) -> None:
-        """Note that the call has ended."""
+        """Note that the call has ended, and free what the recovery holds."""
         # Breaks the reference cycle with `OpenCall`, so that the call's images are freed now, not
         # at the next garbage collection.
         self._remaining_s = _no_time

@@ -178,7 +178,10 @@ class Suspects:
         ]
 
     def release(self, fingerprint: str) -> int:
-        """Stop refusing fingerprints with this prefix (empty: all). Raises NotFoundError."""
+        """Accept requests again whose fingerprints begin with this prefix (empty: all).
+
+        Raises NotFoundError.
+        """
         found = [name for name in self._quarantined if name.startswith(fingerprint)]
         if fingerprint and not found:
             raise NotFoundError(f"nothing is quarantined as {fingerprint!r}")

@@ -31,7 +31,7 @@ class Work(Enum):
     """Kinds of a node's work on a request; each trial tests the request for one kind."""
 
     PROMPT = "prompt"
-    TOKENS = "tokens"  # sampling tokens, or compiling a grammar for them
+    TOKENS = "tokens"  # sampling tokens after the prompt, or compiling a grammar for them
 
 
 class Suspicion:
@@ -91,7 +91,8 @@ class Suspicion:
                 work, self._begun = part, begun
         num_others = len(suspects.others_lost(self._fingerprint, now - WINDOW_S))
         if num_others >= max(_FEW_LOSSES, num_nodes // 4):
-            work = self._verdict = None  # if many nodes die, the call is probably not the cause
+            # Many nodes died lately, so this call is probably not the cause
+            work = self._verdict = None
         self._work = work
 
     # ------------------------------------------------------------------ when and where it is tried

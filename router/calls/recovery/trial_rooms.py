@@ -46,7 +46,7 @@ class _Room:
 
 
 class TrialRooms:
-    """Keeps nodes of one base model free for suspects.
+    """Keeps nodes of one base model free for trials of suspects.
 
     Args:
         pool: the joined nodes; provides the clock.

@@ -70,7 +70,7 @@ class ForecastCounts:
     first_token: RatioCounts = field(default_factory=RatioCounts)
 
     def note(self, forecast: PrefillForecast) -> None:
-        """Count a forecast whose prompt has been computed."""
+        """Count the ratios of a forecast, once its prompt has been computed."""
         wait_s, compute_s = forecast.measured_wait_s, forecast.measured_compute_s
         if wait_s is not None and compute_s is not None:
             self.compute.note(forecast.compute_s, compute_s)

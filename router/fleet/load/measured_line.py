@@ -47,7 +47,7 @@ class FleetLevel:
         self._num_noted = 0
 
     def note(self, ratio: float) -> None:
-        """Add the ratio of measured seconds to the profile's seconds for one prompt or step."""
+        """Add a measurement: measured seconds divided by the profile's, for one prompt or step."""
         self._ratios.append((ratio, 1.0))
         self._num_noted += 1
         if self._num_noted <= NUM_KEPT or self._num_noted % DRAWN_EVERY == 0:
@@ -123,7 +123,7 @@ class MeasuredLine:
                 self._level.note(seconds / (base + per_unit * units))
 
     def refresh(self) -> None:
-        """Fit the line again if there are enough new measurements."""
+        """Fit the line again if there are enough new measurements since the last fit."""
         num_new = self.num_measured - self._num_drawn
         is_due = num_new > 0 if self.num_measured <= self._num_kept else num_new >= DRAWN_EVERY
         shared = self._follows

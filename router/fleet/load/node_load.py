@@ -24,7 +24,8 @@ from router.fleet.load.promises import Promise, Promises
 # until it is measured. The values fit a mid-range GPU with an 8B model.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
-# In a decode step, a request costs about as much time as this many tokens of context.
+# In a decode step, a request costs about as much time, beside its context, as this many tokens of
+# context.
 REQUEST_UNITS = 500
 # A measurement of steps is the mean over this many, because messages of a busy node come in bursts.
 STEPS_MEASURED_TOGETHER = 8
@@ -214,7 +215,7 @@ class NodeLoad:
         num_arriving: int = 0,
         promise: Promise | None = None,
     ) -> Account:
-        """Count a request that was placed here and return its `Account`."""
+        """Add a request that was placed here to the load; return the request's `Account`."""
         forecast, is_beside = None, self.num_batch > 0
         if num_uncomputed:
             self.prefill_asked_at = now = self._clock()
@@ -335,7 +336,7 @@ class NodeLoad:
     # ------------------------------------------------------------------ reported and measured
 
     def note_beat(self, beat: NodeBeat) -> None:
-        """Apply a node's report of its own load."""
+        """Update the load by a beat, the node's own report of its load."""
         if beat.adapters != self.beat.adapters:
             self.adapters = frozenset(beat.adapters)
         self.beat = beat

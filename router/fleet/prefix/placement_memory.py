@@ -65,7 +65,7 @@ class PlacementMemory:
         return self.generation >= generation + 2 or not self.num_blocks
 
     def expire(self) -> None:
-        """Forget generations that are too old."""
+        """Forget the generations that are older than the lifetime."""
         now = self._clock()
         if now < self._change_at:
             return

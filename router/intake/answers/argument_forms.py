@@ -86,7 +86,7 @@ class Argument:
 
 
 class ValueForm(Protocol):
-    """Writes the grammar of argument values in a family's tool-call format."""
+    """Writes the grammar of argument values, in the form of one family of models."""
 
     def json(self, rule: str) -> str:
         """Return the grammar of a value in JSON, given the name of the JSON's rule."""
@@ -314,7 +314,10 @@ def _regexes(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _searched(pattern: str) -> str:
-    """Turn a pattern that may match anywhere in a text into a regex of the whole text."""
+    """Convert a pattern that may match anywhere in a text to a regex of whole texts.
+
+    The regex is in the grammar's syntax.
+    """
     ways, way, depth, position = [], "", 0, 0
     while position < len(pattern):
         sign, end = pattern[position], position + 1
@@ -363,5 +366,5 @@ def _anywhere(way: str) -> str:
 def _escaped(text: str) -> str:
     """Return a regex that matches only this text."""
     if not text:
-        return "(?:)"  # because two slashes begin a comment in Lark
+        return "(?:)"  # an empty regex, ``//``, would begin a comment in Lark
     return re.escape(text).replace("/", "\\/").replace("\n", "n")

@@ -34,7 +34,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentTypes:
-    """The types of one function's arguments.
+    """The types of one function's arguments, by its JSON Schema.
 
     Args:
         schema: JSON Schema of the function's parameters.

@@ -153,7 +153,7 @@ def _held_text(index: int) -> str:
 
 
 def _held_rules(functions: Sequence[Function]) -> str:
-    """Write the rules of the texts that have grammars of their own."""
+    """Write the grammar rules for the texts of custom tools that have a grammar."""
     num_chars = sum(len(one.held_text[1]) for one in functions if one.held_text is not None)
     if num_chars > MAX_TEXT_BYTES:
         problem = f"must have grammars of at most {MAX_TEXT_BYTES} characters, got {num_chars}"
@@ -399,7 +399,7 @@ class _PythonValues:
 
 
 def _other_keys(names: Sequence[str], index: int) -> list[str]:
-    """Write the terminal of keywords that are not listed."""
+    """Write the terminal of arguments' names that the schema does not list, in Python calls."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise InexpressibleError(f"parameter {name[:80]!r} is no name that Python has")

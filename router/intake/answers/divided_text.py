@@ -66,7 +66,7 @@ class DividedText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found, or None."""
+        """The stop string that ended the answer, or None."""
         return self._stop_strings.found
 
     @property

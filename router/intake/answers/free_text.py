@@ -67,7 +67,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _without(marks: Sequence[str]) -> str:
-    """Write a terminal of texts that contain none of these marks."""
+    """Write the terminal of texts that contain none of these marks."""
     return f"/(?s:.+)/ & ~/(?s:.*)({_any_of(marks)})(?s:.*)/"
 
 

@@ -78,7 +78,7 @@ class ImageOptions:
             )
 
     def check_size(self, field: str, width: int, height: int) -> None:
-        """Raise InvalidRequestError if an image has too many pixels or is too narrow."""
+        """Raise InvalidRequestError if an image has too many pixels, or is too long and narrow."""
         if min(width, height) < 1 or width * height > self.max_image_pixels:
             raise InvalidRequestError(
                 field,

@@ -1,4 +1,4 @@
-"""Parts of an output (text, reasoning, calls), and the protocol of output parsers."""
+"""The parts of an output (text, reasoning, calls), and the protocol of output parsers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the last call's arguments, as JSON that the model wrote."""
+    """The next piece of the arguments of the call that began last, as JSON text."""
 
     text: str
 
@@ -44,7 +44,7 @@ Part = str | Reasoning | CallBegins | CallArguments
 
 
 class OutputParser(Protocol):
-    """Divides one output, which arrives in pieces, into parts. Never raises.
+    """Divides one output, whose text arrives in pieces, into parts. Never raises.
 
     The joined parts do not depend on how the output is cut into pieces. The total time is linear in
     the output's length.

@@ -46,7 +46,8 @@ class HarmonyForm:
 
 def _script(source: Source, prompt_end: str) -> Steps[None]:
     begun, mark, _ = prompt_end.rpartition(MESSAGE)
-    if mark and not (yield from _message(source, begun)):  # the prompt ends inside a message
+    # The prompt has begun a message, which the output continues
+    if mark and not (yield from _message(source, begun)):
         return
     begins_with_header = bool(mark) or (yield from _begins(source))
     while True:

@@ -23,7 +23,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 def is_nothing(text: str) -> bool:
-    """Return whether a text means empty arguments."""
+    """Return whether a text stands for empty arguments."""
     return text.strip() in ("", "null")
 
 
@@ -240,7 +240,7 @@ class _ValueState:
         self.has_ended = False
 
     def read(self, text: str) -> int:
-        """Return the number of leading characters of the text that belong to the value."""
+        """Read text; return how many of its leading characters belong to the value."""
         position = 0
         while position < len(text) and not self.has_ended:
             if self._escaped:
@@ -259,7 +259,7 @@ class _ValueState:
         return position
 
     def _sign(self, sign: str) -> bool:
-        """Handle a structural character; return False if it is not allowed here."""
+        """Handle a character such as a bracket or quote; return False if it is not allowed here."""
         if self._in_string:
             self._escaped = sign == "\\"
             self._in_string = self._escaped

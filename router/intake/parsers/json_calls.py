@@ -83,7 +83,7 @@ class BareJsonForm:
         return ()
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser of a whole output."""
+        """Make a parser of an output that is only calls, or only text."""
         names = frozenset(context.tools)
 
         def script(source: Source) -> Steps[None]:

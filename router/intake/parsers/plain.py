@@ -17,7 +17,7 @@ from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_
 
 
 class PlainText:
-    """Treat the whole output as text."""
+    """Treats the whole output as text."""
 
     def push(self, text: str) -> Iterator[Part]:
         if text:

@@ -158,7 +158,7 @@ class _Reader:
 
 
 def _nothing(text: str) -> None:
-    """Drop text between arguments."""
+    """Drop the text between arguments, by returning no part for it."""
 
 
 class _Value:
