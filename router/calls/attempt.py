@@ -207,8 +207,9 @@ class Attempt:
     def _is_harmless(self, item: LegDelta) -> bool:
         """Return whether an error comes from a prefill node that is no longer needed.
 
-        After token 1, the prefill node is needed only until its KV has arrived on the decode node.
-        Its loss is harmless even before: the decode node reports if KV is missing.
+        Once token 1 is passed on, the prefill node is needed only until its KV has arrived on the
+        decode node. If the prefill node is lost before, its error is harmless, too: the decode node
+        itself reports missing KV.
         """
         if item.role is not NodeRole.PREFILL or not self.began:
             return False

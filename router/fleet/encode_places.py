@@ -118,8 +118,8 @@ class EncodePlaces:
             encode_s = encode_seconds(node.registration.encode_times, num_tokens)
             wait_s = sum(self._open.get(node.engine_id, {}).values())
             there_s = 0.0 if self._has(node.engine_id, digest) else wait_s + encode_s
-            # The prompt waits in the prefill node's queue in any case; only longer encoding delays
-            # it.
+            # The prompt waits in the prefill node's queue in any case, so encoding delays it only
+            # by the time beyond this wait.
             exposed_s = max(there_s - prefill.load.prefill_queue_s, 0.0)
             costs.append((exposed_s, wait_s, node.name, node, HOLD_FACTOR * encode_s))
         if not costs:

@@ -53,7 +53,7 @@ class Fleet:
         )
         unreached = set(ids)
         for reached in usable.values():
-            # Usually after the first prefill node, which reaches all decode nodes
+            # Usually true after one prefill node, because most reach all decode nodes
             if not unreached:
                 break
             unreached -= reached

@@ -136,7 +136,8 @@ class NodePool:
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
         # Fleet for pooled prompts; None: make it when it is read next
         self._prompt_fleet: Fleet | None = None
-        # When the last node of a role that lacks nodes left; None: find out at the next read
+        # When the last missing node left, of the roles that have no usable node; None: find out at
+        # the next read.
         self._missing_since: float | None = None
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)

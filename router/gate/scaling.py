@@ -35,8 +35,7 @@ class ScalingSignal:
         pressure: how busy the busiest node is; 1 means that it is at its target. At most `MOST`.
         num_nodes: number of nodes that may get requests or were lost lately.
         demand: pressure times number of nodes. Divided by the pressure that an operator wants, this
-            is the number
-        of nodes needed.
+            is the number of nodes needed.
     """
 
     pressure: float

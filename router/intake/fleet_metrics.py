@@ -32,7 +32,7 @@ MAX_ADAPTERS = 1024
 
 
 class Collected(Collector):
-    """Collects the metrics that a function makes from its source, each time the page is read."""
+    """Collects the metrics that a function makes of an object, each time the page is read."""
 
     def __init__(self, collect: Callable[[Source], Iterable[Metric]], source: Source) -> None:
         self._collect = partial(collect, source)

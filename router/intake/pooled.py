@@ -53,7 +53,8 @@ MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 2**20  # maximum number of tokens of a request's inputs together
 MAX_NUMBERS = 2**21  # maximum number of float32 values in a response: 8 MiB
 _AT_ONCE = 64  # maximum number of calls of one request that wait or run at the same time
-# A call needs sampling parameters; these only end it after its prompt.
+# Sampling parameters of a pooled call, which samples nothing: they only end the call after its
+# prompt.
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0, seed=0)
 
 Text = str | Sequence[int]

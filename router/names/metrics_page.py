@@ -18,7 +18,7 @@ LABEL = "base_model"
 
 
 class MetricsPage:
-    """Make the metrics page of one router.
+    """Makes the metrics page of one router.
 
     Args:
         by_model: metrics of each base model, by its name; the first base model's metrics include

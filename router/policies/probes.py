@@ -25,11 +25,11 @@ from router.policies.cost_terms import (
 )
 
 PROBE_AFTER_S = 30.0
-# A probe may cost at most this share of the time since the node's last prompt more than the best
-# place. This limits the time that probes of one node take.
+# A probe's cost may exceed the cost of the best place by at most this share of the time since the
+# node's last prompt. This limits the time that probes of one node take.
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
-# A probe may cost at most this share of the time until the deadline more than the best place
+# The excess must also be at most this share of the time until the request's deadline.
 DEADLINE_SHARE = 0.1
 MAX_LOOKED_AT = 4  # maximum number of nodes of each role that are looked at per request
 # Only a node that looks slower than the chosen node by at least this factor needs a probe; less is

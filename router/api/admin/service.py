@@ -54,7 +54,7 @@ _DEFAULT_MAX_TOKENS = 128
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Serve `Admin`.
+    """Serves all calls of `proto/baton/v1/admin.proto`.
 
     Args:
         names: table of the names that clients may use, and of the base models with their pools

@@ -87,7 +87,7 @@ class ResponseFormat(Constraint):
 
 
 class StructuredOutputs(Constraint):
-    """vLLM's structured outputs, by its names.
+    """vLLM's object ``structured_outputs``: a constraint on the output, under vLLM's names.
 
     Attributes:
         disable_fallback, disable_any_whitespace: vLLM's fields; accepted without effect, because

@@ -98,7 +98,9 @@ class Suspicion:
     # ------------------------------------------------------------------ when and where it is tried
 
     def wait_s(self, fleet: Fleet) -> float:
-        """Return for how many seconds to wait before the call is placed; then ask again.
+        """Return for how many seconds the call must wait before it is placed; 0: place it now.
+
+        After a wait, ask again.
 
         Raises:
             PoisonRequestError: this call or an equal call was found to kill nodes.

@@ -111,7 +111,8 @@ class PrefixIndex:
     def add_node(self, engine_id: str, kind: HashKind) -> None:
         """Add a node; until its snapshot arrives, prompts sent to it count as cached there.
 
-        The index does not follow a node whose kind of hashes would be one more than `MAX_KINDS`.
+        If nodes already have `MAX_KINDS` kinds of block hashes, a node with a further kind is left
+        out.
         """
         self.remove(engine_id)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:

@@ -78,9 +78,10 @@ def _marks(form: CallForm) -> list[str]:
 
 
 def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write the rules of a text up to a mark of calls, and of the calls.
+    """Write the rules of a text up to a mark of calls, and of the calls behind the mark.
 
-    The mark ends a lazy lexeme, because it is plain text and may be written in any tokens.
+    In these families, a mark is plain text and no special token, so a lazy lexeme matches the text
+    up to the mark.
     """
 
     def unmarked(text: str) -> str:

@@ -186,7 +186,8 @@ class OutputParsers:
 
         Args:
             is_forced: whether a grammar forces one call in the common form.
-            is_constrained: whether a grammar constrains the answer, other than one of free text.
+            is_constrained: whether a grammar constrains the answer; False if the grammar allows
+                free text.
             is_either: whether this grammar comes from `answer_or_calls`.
             thinks: whether a thought may precede the constrained answer.
             several: whether a client may get more than one call.
