@@ -87,8 +87,8 @@ class Placer:
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
-        # `pool.fleet` first, because making the fleet may change the revisions that the rollout
-        # knows.
+        # Read `pool.fleet` before the rollout, because making the fleet may change the revisions
+        # that the rollout knows.
         fleet, chosen = pool.fleet, None
         if call.pooling is not None:
             fleet = pool.prompt_fleet

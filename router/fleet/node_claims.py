@@ -108,7 +108,7 @@ def registration_problem(registration: NodeRegistration) -> str:
         value = getattr(registration, field)
         if not least <= value <= most:
             return f"{field}: must be {least} to {most}, got {value}"
-    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # refuses NaN, too
+    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # also true for NaN
         return (
             f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
             f"got {registration.kv_bytes_per_token:g}"
@@ -129,7 +129,7 @@ def _step_times_problem(field: str, step_times: Sequence[StepTime]) -> str:
             return (
                 f"{field}: num_tokens must rise and be 1 to {MAX_MODEL_LEN}, got {one.num_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # refuses NaN, too
+        if not 0 < one.seconds <= MAX_SECONDS:  # also true for NaN
             return f"{field}: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
         num_before = one.num_tokens
     return ""
@@ -146,7 +146,7 @@ def _decode_times_problem(decode_times: Sequence[DecodeTime]) -> str:
                 f"decode_times: num_context_tokens must be 0 to {MAX_MODEL_LEN}, "
                 f"got {one.num_context_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # refuses NaN, too
+        if not 0 < one.seconds <= MAX_SECONDS:  # also true for NaN
             return f"decode_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
     return ""
 
@@ -251,7 +251,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
             return f"decode: push.transport: {_NAME}"
         if len(decode.why_drafts) > MAX_WHY_CHARS or not decode.why_drafts.isprintable():
             return f"decode: why_drafts: must have at most {MAX_WHY_CHARS} printable characters"
-    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # refuses NaN, too
+    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # also true for NaN
         return f"receipt: times must be at most {MAX_SECONDS:.0f} s"
     return ""
 
@@ -269,7 +269,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"
     for field in ("stalled_s", "longest_round_s", "adapter_load_s"):
-        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # refuses NaN, too
+        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # also true for NaN
             return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
     if not _is_name(beat.stalled_thread):
         return f"stalled_thread: {_NAME}"
@@ -279,7 +279,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
 
 
 def _report_problem(report: PeerReport) -> str:
-    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # refuses NaN, too
+    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # also true for NaN
         return (
             f"bandwidth_bytes_per_s: must be 0 to {MAX_RATE:g}, "
             f"got {report.bandwidth_bytes_per_s:g}"

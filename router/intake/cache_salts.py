@@ -1,7 +1,7 @@
 """CacheSalts: derive the salts that decide which prompts share cached blocks.
 
     principal -> its sharing group, or else its tenant -> HMAC-SHA256(secret, (kind, name)) -> salt
-    salt, a client's own word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
+    salt and the client's word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
 
 The hash of a prompt's first block includes the salt (`baton/kv/block_hash.py`), so the same prompt
 has other block hashes with another salt. Nobody can compute a salt without the secret. Salts go to

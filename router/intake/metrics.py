@@ -78,7 +78,7 @@ _OF_REQUEST = (
 _VLLM_NAMES_OF_REQUESTS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
-    # VLLM's older name of the metric
+    # The older name that vLLM gave to the metric.
     "time_per_output_token_seconds": "inter_token_latency_seconds",
     "request_time_per_output_token_seconds": "inter_token_latency_seconds",
     "e2e_request_latency_seconds": "request_seconds",

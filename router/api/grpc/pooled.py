@@ -88,7 +88,7 @@ def _score_to_proto(one: Score) -> inference_pb2.Score:
 
 
 def _inputs(prompts: Sequence[inference_pb2.Prompt]) -> list[Text]:
-    """Return inputs as texts or lists of token ids; a conversation is an InvalidRequestError."""
+    """Return inputs as texts or token ids; raises InvalidRequestError for a conversation."""
     # The number is checked first, because a message may have a million inputs.
     check_num_inputs("inputs", len(prompts))
     found: list[Text] = []

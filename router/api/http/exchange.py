@@ -277,7 +277,7 @@ async def respond_in_events(
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-    # Every error, because the status is sent already: only an event can report it
+    # Every error is caught, because the status is sent already: only an event can report the error.
     except Exception as error:
         if not events.begun or isinstance(error, ConnectionError):
             raise

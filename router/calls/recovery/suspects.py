@@ -86,7 +86,7 @@ class Suspects:
 
     Args:
         pool: knows the lost nodes and the nodes for trials; provides the clock.
-        quarantine_s: seconds for which requests equal to a found one are refused.
+        quarantine_s: seconds for which requests equal to a quarantined request are refused.
 
     Attributes:
         rooms: keeps nodes free for trials.

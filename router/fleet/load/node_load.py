@@ -424,8 +424,8 @@ class NodeLoad:
     def slack_s(self, now: float) -> float:
         """Return for how many seconds one more prompt may delay steps until some request is late.
 
-        The prompts that are already queued are taken off. Takes time proportional to the requests
-        on the node.
+        The time to compute the prompts that are already queued is subtracted. Takes time
+        proportional to the requests on the node.
         """
         return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 

@@ -89,7 +89,7 @@ class ValueForm(Protocol):
     """Writes the grammar of argument values, in the form of one family of models."""
 
     def json(self, rule: str) -> str:
-        """Return the grammar of a value in JSON, given the name of the JSON's rule."""
+        """Return the grammar of a JSON value; ``rule`` is the grammar rule of the JSON itself."""
         ...
 
     def text(self, conditions: Sequence[str]) -> str | None:
