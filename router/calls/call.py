@@ -27,7 +27,7 @@ class Terms:
         timeout_s: seconds from ``received_at`` to the client's deadline; None: no deadline.
         session_id: requests with the same session id share a prefix, so some policies send them to
             the same nodes; empty: no session.
-        priority: order among waiting requests; smaller goes first.
+        priority: order among the tenant's waiting requests; smaller numbers begin first.
         beams: parameters of a beam search, without end tokens; None: the outputs are sampled.
         principal: the caller.
         cache_word: the client's ``cache_salt``: prompts share cached blocks only if their words are

@@ -1,6 +1,7 @@
 """RequestLog: records of the latest requests, for `baton admin trace` and `baton admin stats`.
 
-Only the dispatcher writes to the log. The log keeps neither prompts nor texts.
+Only the dispatcher writes to the log. Records have no texts; only the record of a traced request
+holds the prompt, until the request ends.
 """
 
 from __future__ import annotations

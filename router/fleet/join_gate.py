@@ -105,6 +105,6 @@ class JoinGate:
 
 
 def is_same_process(one: NodeRegistration, other: NodeRegistration) -> bool:
-    """Return whether two registrations have one engine id and one process key, so one process."""
+    """Return whether two registrations come from one process: engine id and process key agree."""
     keys = one.process_key, other.process_key
     return one.engine_id == other.engine_id and all(keys) and hmac.compare_digest(*keys)

@@ -59,8 +59,9 @@ class Capacity:
         """Return whether some pair of nodes can take a request now; True also if there is no pair.
 
         Args:
-            shares: whether to leave room to other tenants, so that their next request need not
-            wait: then queue only enough work to keep prefill nodes busy, and keep some KV free.
+            shares: whether to leave room to other tenants, so that their next request does not
+                wait. Then only enough work is queued to keep prefill nodes busy, and some KV is
+                kept free.
         """
         fleet = self._fleet()
         if not fleet:

@@ -31,7 +31,7 @@ class CacheSalts:
 
     Args:
         secret: shared by all routers of a fleet, so that they find each other's cached prompts.
-        None: a random secret; prompts cached before a restart are not found after it.
+            None: a random secret; prompts cached before a restart are not found after it.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:

@@ -125,9 +125,9 @@ class _Search:
     # ------------------------------------------------------------------ pairs
 
     def _pairs_best_first(self) -> Iterator[tuple[float, int, int]]:
-        """Yield connected pairs as (least cost, prefill index, decode index).
+        """Yield connected pairs as (lower bound of the cost, prefill index, decode index).
 
-        Pairs with the lowest least cost come first.
+        Pairs with the lowest bounds come first.
         """
         fleet = self._fleet
         if not fleet.prefills:
@@ -203,11 +203,11 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Return the places without decode nodes alone that are cheapest but would miss a deadline.
+        """Leave out decode nodes alone that would win but make a request miss its deadline.
 
-        If the request's tenant must leave room to others, also without decode nodes that have
-        queued prompts: the request was admitted because prefill nodes have room, and other tenants
-        would wait behind it.
+        If the request's tenant must leave room to others, decode nodes alone with queued prompts
+        are left out, too: the request was admitted because prefill nodes have room, and other
+        tenants would wait behind it.
         """
         if best_pair_s == float("inf"):
             return places

@@ -18,7 +18,7 @@ _LOAD_S = 50.0  # longer, because the node reads the adapter's files first
 
 
 class NodeCalls:
-    """Ask nodes on behalf of one operator.
+    """Asks nodes on behalf of one operator.
 
     Args:
         operator: name for the nodes' audit logs.

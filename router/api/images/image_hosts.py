@@ -108,7 +108,7 @@ class ImageHosts:
         return PinnedUrl(parsed, addresses)
 
     def _checked(self, url: str, field: str) -> URL:
-        """Return the parsed URL of a listed host; raises InvalidRequestError."""
+        """Parse a URL; raises InvalidRequestError if it is malformed or its host is not listed."""
         if len(url) > MAX_URL_CHARS or not _PLAIN.fullmatch(url):
             raise InvalidRequestError(
                 field,
@@ -145,7 +145,7 @@ class ImageHosts:
         return any(address in network for network in self._networks)
 
     def _may_connect(self, text: str) -> bool:
-        """Return whether an address is public or listed, and each address embedded in it."""
+        """Return whether an address and all addresses embedded in it are public or listed."""
         try:
             address = ipaddress.ip_address(text.partition("%")[0])
         except ValueError:

@@ -73,7 +73,7 @@ class OfferedTools:
 
 
 def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
-    """Read a request's tools; raises InvalidRequestError."""
+    """Convert a request's tools to functions for a chat; raises InvalidRequestError."""
     if given is None:
         return OfferedTools()
     tools: list[Tool] = []

@@ -177,7 +177,7 @@ class Recovery:
     def expected_s(self) -> float:
         """Return for how many seconds to wait for a node; 0 if no node is expected.
 
-        A node is expected if it may return after a loss, or if a trial that occupies it will end.
+        A node is expected if a lost node may return, or if a trial occupies a node for now.
         """
         pool, options = self._pool, self._options
         trial_s = options.pair_timeout_s if self._suspects.rooms else 0.0

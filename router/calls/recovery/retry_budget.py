@@ -107,10 +107,10 @@ class RetryBudget:
         return True
 
     def is_storm(self, patience_s: float) -> bool:
-        """Return whether too many calls wait for a retry for one more to wait.
+        """Return whether so many calls wait for a retry that no further call may wait.
 
         Args:
-            patience_s: seconds that the call can wait.
+            patience_s: seconds that the further call could wait.
         """
         self._now()
         could_begin = self._allowance() / WINDOW_S * min(patience_s, PATIENCE_S)
@@ -204,7 +204,7 @@ class CallRetries:
 
     @property
     def needs_pause(self) -> bool:
-        """Whether so many attempts failed that the next attempt must wait."""
+        """Return whether so many attempts failed that the next attempt must wait."""
         return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
 
     def _may_pass(self, error: RequestError) -> bool:

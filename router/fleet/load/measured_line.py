@@ -56,7 +56,7 @@ class FleetLevel:
 
 
 class MeasuredLine:
-    """Model ``seconds = base + per_unit * units``, with both coefficients at least 0.
+    """A fitted line ``seconds = base + per_unit * units``; base and slope are at least 0.
 
     Args:
         profile: times that the node measured at its start, sorted by units.

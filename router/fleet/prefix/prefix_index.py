@@ -6,9 +6,9 @@
        h1              1 0 0 1                   1 0 0 1      node 2 has 1 block
        h2              0 0 1 1                   0 0 0 1      node 3 has 2, node 0 has 3
 
-The index is exact for nodes that report each change of their cache without a gap. A prompt that was
-lately sent to another node counts as cached there (`placement_memory.py`). If the index is wrong,
-the prompt is only computed again, because nodes check their own caches.
+The index is exact for nodes that report each change of their cache without a gap. For other nodes,
+prompts that were lately sent to the node count as cached (`placement_memory.py`). If the index is
+wrong, a prompt is only computed again, because nodes check their own caches.
 
 A node with several KV cache groups reports only the first group, which keeps most: full attention
 if the model has it. Blocks of other groups may be evicted, or the first group's window may slide,

@@ -51,10 +51,10 @@ class OwnPrompts:
         return num_blocks * _KIND.block_size
 
     def note(self, call: Call) -> None:
-        """Remember a call's prompt; call this at its first token, when its KV is known to exist.
+        """Remember a call's prompt. Call this at the first token, when the prompt's KV exists.
 
-        An earlier call would leak: if a tenant's prompt was remembered but not computed, the
-        receipt of its next request would reveal whether another tenant had sent this prompt.
+        Remembering a prompt earlier would leak: if it is not computed after all, the receipt of the
+        tenant's next request would reveal whether another tenant had sent this prompt.
         """
         if call.terms.principal.cache_group:
             self._memory.note(1, self._hashes(call))

@@ -16,7 +16,7 @@ class Reasoning:
 
 
 def new_call_id(name: str = "", number: int = 0) -> str:
-    """Return a random call id as OpenAI's API has; the arguments have no effect."""
+    """Return a random call id in the form of OpenAI's API; the arguments are ignored."""
     return f"call_{uuid.uuid4().hex}"
 
 
