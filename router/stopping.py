@@ -93,5 +93,5 @@ async def _end_calls(dispatcher: Dispatcher) -> None:
 
 async def _until_none(number: Callable[[], int], timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
-    while number() and time.monotonic() < give_up_at:  # noqa: ASYNC110  # only at the end
+    while number() and time.monotonic() < give_up_at:  # noqa: ASYNC110  # counts set no event
         await asyncio.sleep(_POLL_INTERVAL_S)

@@ -64,7 +64,7 @@ def find_probe(terms: CostTerms, best: Place) -> Place | None:
 def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeLoad]:
     """Return idle nodes that had no prompt for long and look slower than the node of ``best``.
 
-    If there are many nodes, only a few are looked at, others for each request.
+    If there are many nodes, each request looks at only a few, which differ between requests.
     """
     if len(nodes) > MAX_LOOKED_AT:
         first = hash(terms.now) % len(nodes)

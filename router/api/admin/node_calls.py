@@ -21,7 +21,7 @@ class NodeCalls:
     """Asks nodes on behalf of one operator.
 
     Args:
-        operator: name for the nodes' audit logs.
+        operator: the operator's name, for the nodes' audit logs.
         timeout_s: seconds that a node has to answer; for a profile, its duration is added.
     """
 

@@ -78,7 +78,8 @@ class Suspicion:
         work = None
         for loss in losses:
             begun = begun_on(attempt, loss.engine_id)
-            # Without begun work, the KV that arrived may have killed the node
+            # If the node had begun no work for the call, the KV that was arriving may have killed
+            # it.
             part = begun or Work.TOKENS
             blamed = self._blamed.setdefault(part, set())
             blamed.add(loss)

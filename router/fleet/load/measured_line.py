@@ -32,7 +32,7 @@ _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
 
 class FleetLevel:
-    """How much slower than in their profiles all nodes are: the median of measured / profile.
+    """How much slower nodes are than in their profiles: the median of measured / profile.
 
     A node measured its profile without load, so a node that serves is slower.
 
@@ -69,7 +69,7 @@ class MeasuredLine:
 
     Attributes:
         num_measured: number of measurements added to this line since the start.
-        fleet_level: on a shared line, how much slower than in their profiles nodes are.
+        fleet_level: on a shared line, how much slower nodes are than in their profiles.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MeasuredLine:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the node was measured, in its profile or since."""
+        """Return whether the node measured itself at its start, or was measured since."""
         return self.num_measured > 0 or self._has_profile
 
     def seconds(self, units: float) -> float:
