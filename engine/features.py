@@ -126,7 +126,7 @@ class Features:
         """
         if self.speculation is not None:
             self.speculation.note_step(scheduled, seconds, output.drafting_s)
-        self.images.note_step(output, self._scheduler)
+        self.images.note_step(scheduled, output, self._scheduler)
 
     def after_step(self, result: StepResult, output: ModelRunnerOutput) -> None:
         """Keep drafts after the tokens that a step sampled."""

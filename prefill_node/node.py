@@ -261,6 +261,9 @@ class PrefillNode:
                 num_encodings_received=job.encodings.num_received if job.encodings else 0,
                 num_encodings_lost=job.encodings.num_lost if job.encodings else 0,
                 encodings_wait_s=job.encodings.waited_s if job.encodings else 0.0,
+                num_images_encoded=job.request.num_images_encoded,
+                num_encodings_cached=job.request.num_encodings_cached,
+                encoder_s=job.request.encoder_s,
             )
             reason = None if goes_on else output.finish_reason
             delta = msgspec.structs.replace(

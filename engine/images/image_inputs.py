@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from engine.core.images.prompt_images import PromptImages
-from engine.core.outputs import ModelRunnerOutput
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.images.pixel_maker import PixelMaker
 
@@ -96,9 +96,14 @@ class ImageInputs:
         for images in wanted:
             self._pixels.submit(images)
 
-    def note_step(self, output: ModelRunnerOutput, scheduler: Scheduler) -> None:
+    def note_step(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, scheduler: Scheduler
+    ) -> None:
         """Count a step's encoding, and end requests whose images could not be encoded."""
-        scheduler.counters.encoder_s += output.encoding_s
+        if output.encoding_s:
+            scheduler.counters.encoder_s += output.encoding_s
+            for item in scheduled.scheduled:
+                item.request.encoder_s += output.encoding_s
         fail_images(scheduler, output.failed_images)
 
     def wait(self) -> None:

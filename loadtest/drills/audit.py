@@ -21,7 +21,8 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # an owner that holds its blocks for ever, which is no leak
+# Owners that keep blocks without a request, which is no leak. "cache" is that of encode nodes.
+_NO_REQUEST = frozenset({"null block", "cache"})
 _MOST_REQUESTS = 2**31 - 1  # limit that is larger than the number of open requests
 
 Block = tuple[str, str, int]  # (node, request that holds the block or empty, number)
@@ -116,7 +117,7 @@ def _look(
         (one.node_name, holding)
         for one in nodes
         for holding in one.ledger.holdings
-        if holding.owner != _NO_REQUEST
+        if holding.owner not in _NO_REQUEST
     ]
     orphans = {block for node, part in unowned for block in _blocks(node, "", [part])}
     held = {

@@ -77,11 +77,14 @@ class CacheReport:
 
 
 def report_cache(records: Sequence[RequestRecord]) -> CacheReport:
-    """Report how many tokens of the measured prompts were cached, and how many could be."""
+    """Report how many tokens of prompts without images were cached, and how many could be."""
+    # How many tokens an image has, and so what share of a prompt it is, only the server knows.
     usages = [
         (record.usage, record.planned.shared_share)
         for record in records
-        if record.usage is not None and record.usage.num_cached_tokens is not None
+        if record.usage is not None
+        and record.usage.num_cached_tokens is not None
+        and not record.planned.images
     ]
     return CacheReport(
         num_requests=len(usages),

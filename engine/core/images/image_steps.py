@@ -174,13 +174,14 @@ class ImageSteps:
                 missing.append(index)
             elif span.first >= start:
                 self._counters.encoder_cache_hits += 1
+                request.num_encodings_cached += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
         for index in missing:  # done last: new encodings may evict encodings that no request holds
             span = images.spans[index]
             holder = (request.request_id, span.first)
             if not self.cache.hold(span.digest, holder):  # the prompt has the image twice
-                self._encode_image(images, index, holder)
+                self._encode_image(request, images, index)
 
     def add_to(self, plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
         """Return a step's plan with what the step does with images; call once per step."""
@@ -239,8 +240,9 @@ class ImageSteps:
         assert set(self._encode) <= set(self.cache)
         assert not set(self._forget) & (set(self.cache) - set(self._encode))
 
-    def _encode_image(self, images: PromptImages, index: int, holder: tuple[str, int]) -> None:
+    def _encode_image(self, request: Request, images: PromptImages, index: int) -> None:
         span = images.spans[index]
+        holder = (request.request_id, span.first)
         assert images.pixels is not None, "a request without pixel values is not scheduled"
         for digest in self.cache.add(span.digest, span.num_tokens, holder):
             if self._encode.pop(digest, None) is None:  # workers have or will have the encoding
@@ -254,6 +256,7 @@ class ImageSteps:
         self._num_tokens_left -= span.num_tokens
         self._encodes_any = True
         self._counters.images_encoded += 1
+        request.num_images_encoded += 1
 
 
 def _is_encoded(images: PromptImages, span: ImageSpan) -> bool:
