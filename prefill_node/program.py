@@ -68,6 +68,7 @@ def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals,
         memory,
         faults_of(options.inject_faults, options.name),
         shares_host=True,
+        listen=options.encodings_listen,
     )
     receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
     receiver.loop.start()
