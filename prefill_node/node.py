@@ -105,7 +105,7 @@ class PrefillNode:
         self._inbox.deliver_commands(self, self._outbox)
         if self.arrivals is not None:
             for event in self.arrivals.step():
-                self._outbox.report_peer(event)
+                self._outbox.report_peer(event, is_encode_node=True)
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)

@@ -56,7 +56,7 @@ class RouterLinks:
         tls: this node's certificates.
 
     Attributes:
-        reached: engine ids of connected peers.
+        reached: engine ids of connected peers; a prefill node's encode nodes do not count.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RouterLinks:
 
     def emit(self, event: NodeEvent) -> None:
         """Send an event to the routers that it concerns. Call on the loop's thread."""
-        if isinstance(event, PeerReport):
+        if isinstance(event, PeerReport) and not event.is_encode_node:
             note = self.reached.add if event.connected else self.reached.discard
             note(event.engine_id)
         if not isinstance(event, tuple):
