@@ -1,6 +1,6 @@
-"""Find NaN and infinity in a tensor's bytes with numpy, which releases the GIL.
+"""Find NaN and infinity in the bytes of an adapter's tensor with numpy, which releases the GIL.
 
-`baton.adapters.numbers` does this without numpy, 15 times slower.
+`baton.adapters.numbers` does the same check without numpy, 15 times slower.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """EncoderCache: which encodings of images the workers keep, and which requests need them.
 
-    held    some request has tokens of the image to compute
+    held some request has tokens of the image to compute
     free    kept for later requests; the least recently used one is evicted first
 
 Refuses to know: tensors, steps, pixel values.
@@ -22,8 +22,8 @@ class EncoderCache:
 
     Attributes:
         num_tokens: the argument, unchanged.
-        num_used: tokens of the kept encodings.
-        num_held: tokens of held encodings.
+        num_used: number of tokens of all kept encodings.
+        num_held: number of tokens of the held encodings.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -52,16 +52,16 @@ class EncoderCache:
         return self._sizes[digest]
 
     def has_room(self, num_tokens: int, kept: Iterable[bytes] = ()) -> bool:
-        """Return whether encodings of ``num_tokens`` fit once free encodings are evicted.
+        """Return whether ``num_tokens`` more tokens fit once free encodings are evicted.
 
         Args:
-            kept: encodings that must not be evicted.
+            kept: digests of encodings that must not be evicted.
         """
         num_kept = sum(self._sizes[digest] for digest in set(kept) if digest in self._free)
         return self.num_held + num_kept + num_tokens <= self.num_tokens
 
     def hold(self, digest: bytes, holder: Holder) -> bool:
-        """Keep an encoding for a request; return False if it is not in the cache."""
+        """Hold a kept encoding for a request; return False if the encoding is not in the cache."""
         if digest not in self._sizes:
             return False
         if digest in self._free:
@@ -89,7 +89,7 @@ class EncoderCache:
         return leaving
 
     def release(self, digest: bytes, holder: Holder) -> None:
-        """Note that a request has computed the image's tokens."""
+        """Release the encoding of an image, because a request has computed the image's tokens."""
         holders = self._holders.get(digest)
         if holders is None or holder not in holders:  # the request has left the batch meanwhile
             return
@@ -109,7 +109,7 @@ class EncoderCache:
             self.release(digest, holder)
 
     def remove(self, digest: bytes) -> None:
-        """Drop an encoding that the workers failed to make; the requests holding it must end."""
+        """Drop an encoding that the workers failed to make; the caller ends its holders."""
         if digest not in self._sizes:
             return
         for holder in list(self._holders.get(digest, ())):
