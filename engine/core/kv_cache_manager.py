@@ -1,8 +1,9 @@
 """KVCacheManager: the blocks of each request. Refuses to know: tensors.
 
 A logical block is the KV of ``block_size`` tokens in all groups of layers, hence ``num_groups``
-blocks of the pool; ``Request.block_ids`` lists these (`engine/core/kv_cache_coordinator.py`). The
-null block, which is never written, replaces blocks that slid out of a group's attention window.
+blocks of the pool; ``Request.block_ids`` lists these blocks
+(`engine/core/kv_cache_coordinator.py`). The null block, which is never written, replaces blocks
+that slid out of a group's attention window.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def num_tokens_held(self, request: Request) -> int:
-        """Return how many tokens fit into the request's blocks."""
+        """Return how many tokens the blocks of a request have room for."""
         return len(request.block_ids) // self.num_groups * self.block_size
 
     # ------------------------------------------------------------------ prefix cache
@@ -88,8 +89,8 @@ class KVCacheManager:
         """Return the blocks of a request's longest cached prefix, without taking references.
 
         The prefix never includes the last known token, which must be computed for its logits. The
-        prefix is empty for prompt logprobs and some poolings, which need hidden states of the whole
-        prompt.
+        prefix is empty if the request asks for prompt logprobs or for pooling that needs hidden
+        states of the whole prompt.
         """
         if request.needs_all_rows:
             return []
@@ -99,7 +100,8 @@ class KVCacheManager:
         """Return how many tokens of a new request would be found in the prefix cache now.
 
         The last token must be computed for its logits and is not counted, unlike in
-        `find_initial_prefix`. Layers with a window count little, because only one window is cached.
+        `find_initial_prefix`. Layers with a sliding window add little to the count, because only
+        their last window is cached.
         """
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
@@ -117,7 +119,7 @@ class KVCacheManager:
         """Give a request without blocks its cached prefix, and blocks for all other known tokens.
 
         Args:
-            num_reserved: blocks that must stay free afterwards.
+            num_reserved: number of blocks that must stay free afterwards.
 
         Returns:
             The number of tokens in the prefix; None, with nothing changed, if too few blocks are
@@ -179,7 +181,7 @@ class KVCacheManager:
         )
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
-        """Find the cached prefix of a request's initial tokens, without taking references.
+        """Find the cached prefix of a parked request's initial tokens, without taking references.
 
         The last initial token may be part of the prefix.
 
@@ -213,8 +215,8 @@ class KVCacheManager:
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
         """Give a request without blocks its cached prefix, and blocks for the rest.
 
-        The prefix may include the last initial token, because the remote node samples the next
-        token.
+        The prefix may include the last initial token, because the remote node samples the token
+        after it.
 
         Args:
             num_tokens: tokens to have room for, at least all initial tokens. Blocks that slide out
@@ -270,9 +272,9 @@ class KVCacheManager:
         return self.blocks_to_receive(request).block_ids
 
     def num_tokens_to_grant(self, request: Request) -> int:
-        """Return the number of tokens that a grant has room for: the prompt's blocks and one more.
+        """Return the number of tokens that fit into a grant: into the prompt's blocks and one more.
 
-        The extra block holds the first output tokens.
+        The additional block is for the first output tokens.
         """
         num_blocks = -(-request.num_initial_tokens // self.block_size) + 1
         room = min(num_blocks * self.block_size, request.max_num_tokens)
