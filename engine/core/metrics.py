@@ -123,7 +123,7 @@ class EngineMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return the mean number of tokens per request in a step with drafts; 1 without drafts."""
+        """Return the mean number of tokens per step of a request with drafts; 1 without drafts."""
         return 1 + self.accepted_drafts_total / max(self.draft_steps_total, 1)
 
 

@@ -27,7 +27,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def samples(self) -> bool:
-        """Return whether this step computes the last known token, and so samples the next token."""
+        """Return whether the step computes the last known token, and so samples the next one."""
         request = self.request
         return request.num_computed_tokens + self.num_scheduled_tokens >= request.num_tokens
 
