@@ -130,7 +130,7 @@ def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
 
 
 def _describe_error(error: BaseException) -> list[str]:
-    """Describe an error's frames, outermost first, and its causes, without their messages."""
+    """Describe an error's stack frames, outermost first, and its causes; leave out messages."""
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(lines) < _MAX_FRAMES:

@@ -163,7 +163,7 @@ class Engine:
 
     @property
     def awaits_masks(self) -> bool:
-        """Return whether all running requests wait for masks; then retry `schedule` at once.
+        """Return whether all running requests wait for masks; callers then `schedule` again.
 
         `schedule` waits some milliseconds for a mask, so calling it repeatedly is no busy loop.
         """

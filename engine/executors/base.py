@@ -69,7 +69,7 @@ class Executor(Protocol):
         """Raise AdapterError unless an adapter fits the model; safe from any thread."""
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        """Pack an adapter ahead of ``load_adapter``; return its packed bytes; safe from any thread.
+        """Pack an adapter ahead of ``load_adapter``; return its packed size; safe from any thread.
 
         Returns 0 if the workers pack the adapter only while they load it. Raises AdapterError.
         """
@@ -99,7 +99,7 @@ class Executor(Protocol):
         """
 
     def rest(self) -> None:
-        """Announce that no step can be submitted now, so other nodes may use this node's cores."""
+        """Announce that no step can be submitted now, so that other nodes may use these cores."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
         """Do a little work that can wait, such as touching KV memory; return whether more is left.

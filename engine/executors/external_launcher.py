@@ -48,7 +48,7 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
-        """Read the place from the environment; raises ConfigError naming missing variables."""
+        """Read the place from a launcher's variables; raises ConfigError if they are wrong."""
         names = next((both for both in _NAMES if all(environment.get(n) for n in both)), None)
         if names is None:
             known = ", ".join(" and ".join(both) for both in _NAMES)

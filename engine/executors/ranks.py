@@ -69,7 +69,7 @@ class OtherRank(Protocol):
 
 
 class OtherRanks:
-    """All ranks but the leader. When one of these ranks is gone, all are ended.
+    """All ranks but the leader. A thread watches them; when one rank is gone, it ends all.
 
     Args:
         ranks: the ranks, in order.

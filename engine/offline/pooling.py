@@ -37,12 +37,12 @@ from engine.core.request import Request
 from engine.engine import Engine
 
 Text = str | Sequence[int]
-# Pooled requests sample nothing; these parameters only make a request end after its prompt.
+# Pooled requests sample no tokens; these parameters only make a request end after its prompt.
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0)
 
 
 class PooledAnswer:
-    """The pooled result of one request, empty until the request ends.
+    """The result of one pooled request, empty until the request ends.
 
     Attributes:
         ended: whether the engine has ended the request.
@@ -57,7 +57,7 @@ class PooledAnswer:
         self.error: BatonError | None = None
 
     def on_delta(self, output: RequestDelta) -> None:
-        """Store the request's only output."""
+        """Store the only output of the request."""
         self.ended = output.finish_reason is not None
         self.pooled = output.pooled
 
@@ -92,10 +92,10 @@ class OfflinePooling:
     ) -> None:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
-        self._numbers = itertools.count(1)  # counter of requests; safe from several threads
+        self._numbers = itertools.count(1)  # for request ids; safe from several threads
 
     def with_run(self, run: Callable[[Sequence[PooledAnswer]], None]) -> Self:
-        """Return a copy that runs its requests by another function."""
+        """Return a copy of this object that calls another function to run its requests."""
         other = copy.copy(self)
         other._run = run
         return other
@@ -205,7 +205,7 @@ class OfflinePooling:
         )
 
     def _input_ids(self, given: Text, prompt_name: str | None) -> list[int]:
-        """Return an input's token ids; for a text, the named prompt is put before it."""
+        """Return the token ids of an input; if it is a text, put the named prompt before it."""
         if not isinstance(given, str):
             return [int(token_id) for token_id in given]
         return self._needed_tokenizer().encode(prompt_before(self.setup, prompt_name) + given)
@@ -236,7 +236,7 @@ class OfflinePooling:
 
 
 def pairs_of(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pair each document with its query; raises InvalidRequestError if their numbers differ."""
+    """Pair each document with its query; raises InvalidRequestError if the counts differ."""
     texts = [documents] if isinstance(documents, str) else list(documents)
     asked = [queries] if isinstance(queries, str) else list(queries)
     if len(asked) == 1:
