@@ -539,7 +539,7 @@ class LLM:
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
-        """Wait until new weights are loaded and checked; drop them if they cannot be used."""
+        """Load and check new weights, and wait for both; drop the weights if one fails."""
         try:
             begin()
         except BaseException:
@@ -571,7 +571,7 @@ class LLM:
             raise InvalidRequestError("engine", f"is {state}; call {remedy}() first")
 
     def check_drains(self, how: WhenOpen) -> None:
-        """Raise InvalidRequestError if ``how`` waits for open requests of a paused engine."""
+        """Raise InvalidRequestError if ``how`` would wait for requests of a paused engine."""
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
@@ -704,7 +704,7 @@ class LLM:
         ]
 
     def _with_marks(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
-        """Fill in the marks that delimit thoughts; raises InvalidRequestError if there are none."""
+        """Fill in the marks that delimit the checkpoint's thoughts; raises InvalidRequestError."""
         asked = params.thinking
         if asked is None or asked.close_token_ids:
             return params

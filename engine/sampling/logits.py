@@ -1,7 +1,7 @@
 """Adjusts logits for a request, with penalties, biases and bans, before a token is chosen.
 
-The result depends only on the model's logits and the request's own tokens, not on batch, node or
-preemption. Refuses to know: temperature, randomness.
+The result depends only on the model's logits and on the request's own tokens and parameters, not on
+the batch, the node or preemptions. Refuses to know: temperature, randomness.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from baton.api.sampling_params import SamplingParams
 from engine.sampling.sampling_input import RequestSnapshot
 
-# Largest magnitude of a penalized logit: a penalty close to 0 or infinity would exceed any float.
+# Largest magnitude of a penalized logit; without it, a penalty close to 0 or to infinity would make
+# the logit infinite.
 _LARGEST_LOGIT = 1e300
 
 
@@ -69,7 +70,7 @@ def _penalize_output(row: Tensor, counts: Counter[int], params: SamplingParams) 
 
 
 def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
-    """Set forbidden tokens' logits to minus infinity; if no token remains, allow the end tokens."""
+    """Set the logits of forbidden tokens to minus infinity; if none remains, allow end tokens."""
     params = request.sampling_params
     if params.allowed_token_ids is not None:
         only = torch.full_like(row, -torch.inf)
@@ -88,7 +89,7 @@ def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
 
 
 def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, Tensor]:
-    """Return masks of tokens that grammars allow, by row: `[vocab_size]` bool each."""
+    """Unpack the bits of tokens that grammars allow into one mask per row: `[vocab_size]` bool."""
     if not bits:
         return {}
     # Unpack on the device, as packed bits are an eighth of the bytes to copy.

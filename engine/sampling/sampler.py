@@ -1,9 +1,9 @@
 """Sampler: turns logits into tokens. Randomness depends only on (seed, output position, token id).
 
 A request gets the same tokens in any batch, on any node, and after any preemption or retry. This
-file applies the filters; gumbel.py draws from the kept tokens. Work per vocabulary entry is
-in float32; on a CPU, the final decision is in float64. On a GPU with Triton,
-`baton_kernels.triton.sampling.tokens` gives the same tokens in a few launches.
+file applies the filters (top-k, top-p, min-p); gumbel.py draws from the kept tokens. Work per
+vocabulary entry is in float32; on a CPU, the final decision is in float64. On a GPU with Triton,
+`baton_kernels.triton.sampling.tokens` gives the same tokens in a few kernel launches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_score
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
-# Numbers of largest logits to sort for top-p, tried in this order: most distributions have nearly
-# all their mass in few tokens, and sorting a whole vocabulary takes many times longer.
+# Numbers of largest logits to sort for top-p, tried in this order until their mass suffices: most
+# distributions have nearly all their mass in few tokens, and sorting a whole vocabulary takes many
+# times longer.
 TOP_VALUES = (128, 2048)
 # If filters keep more than this fraction of the logits, drawing from all logits is faster.
 MANY_KEPT = 1 / 32
@@ -50,7 +51,7 @@ def sample(
             (`StepHooks.allowed_bits`).
     """
     parameters, keys = sampling.parameters, sampling.keys
-    if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any type; the host needs float32
+    if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any dtype, the host float32
         if sampling.is_greedy:
             return _as_list(_most_probable(logits, parameters, keys))
         logits = logits.float()
@@ -75,8 +76,8 @@ def sample(
 def rows_without_numbers(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
     """List the rows whose logits are NaN or infinite, so that their tokens are invalid.
 
-    Looks only at the logit of each row's chosen token, which costs nearly nothing: one NaN in a
-    hidden state makes all logits of its row NaN.
+    Looks only at the logit of each row's chosen token, which takes nearly no time and suffices: one
+    NaN in a hidden state makes all logits of its row NaN.
 
     Args:
         logits: `[num_sampling, vocab_size]`, as `sample` was given.
@@ -97,7 +98,7 @@ def _as_list(token_ids: TokenIds) -> list[int]:
 
 
 def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Return the most probable token of greedy requests, and a drawn token of others."""
+    """Return one token per row: the most probable one for greedy requests, else a drawn one."""
     if logits.is_cuda and _HAS_TRITON:
         return _choose_by_kernel(logits, parameters, keys)
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
@@ -113,10 +114,10 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 
 
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Choose tokens on the logits' device; copies all parameters there at once."""
+    """Choose tokens on the device of the logits; copy all parameters to it in one copy."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Dtypes up to float32 are not converted, because the kernel adds in another order for a
-    # converted row.
+    # Other dtypes are not converted, because the kernel adds a converted row in another order,
+    # which would change the rounding.
     if logits.dtype == torch.float64:
         # A large penalty may give numbers beyond float32's range, which must not become infinity.
         logits = logits.clamp(max=torch.finfo(torch.float32).max).float()
