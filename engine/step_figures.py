@@ -1,4 +1,4 @@
-"""StepFigures: counts of what an engine's steps computed and read, and the steps' times.
+"""StepFigures: counts what an engine's steps computed and read, and measures their times.
 
 The measured times also limit the next step's number of prompt tokens.
 """
@@ -18,9 +18,9 @@ from engine.step_log import StepLog
 from engine.step_stretch import StepStretch
 from models.work import model_work
 
-# A step with decodes may always compute this fraction (1/8) of its most prompt tokens, even if it
-# then takes too long. With fewer tokens, a prompt would need more steps, each of which reads all
-# weights.
+# A step that decodes may always compute one part in this many of the prompt tokens that the options
+# allow, even if the step then takes too long. With fewer tokens, a prompt would need more steps,
+# each of which reads all weights.
 _LEAST_PART = 8
 
 
@@ -29,7 +29,7 @@ class StepFigures:
 
     Args:
         scheduler: the engine's scheduler, whose counters are read.
-        executor: computes the steps, and tells the model's operations and bytes per token.
+        executor: computes the steps; its model determines the operations and bytes per token.
 
     Attributes:
         num_steps: steps that computed something and have ended.
@@ -74,8 +74,9 @@ class StepFigures:
         Steps with drafts are not measured.
 
         Args:
-            limit: longest such step, as a multiple of a decode-only step; above 1. None: only
-                ``prefill_tokens_beside_decodes`` limits them.
+            limit: longest time of a step that decodes and computes prompts, as a multiple of the
+                time of a decode-only step; above 1. None: only ``prefill_tokens_beside_decodes``
+                limits these steps.
         """
         self._stretch = None if limit is None else StepStretch(limit, self._least_beside)
 

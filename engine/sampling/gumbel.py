@@ -170,7 +170,7 @@ def _spread(token_ids: npt.NDArray[np.integer]) -> Words:
 
 
 def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
-    """Write to ``hashes`` the `noise_hashes` of token ids that `_spread` has multiplied."""
+    """Write the `noise_hashes` of token ids to ``hashes``; ``spread`` is `_spread` of the ids."""
     np.add(spread, keys[..., 0], out=hashes)
     np.right_shift(hashes, 16, out=scratch)
     hashes ^= scratch

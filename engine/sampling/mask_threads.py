@@ -76,7 +76,7 @@ class MaskThreads:
 
 
 class _Open:
-    """Counts the masks being computed, in total and in the current round.
+    """Counts the masks being computed, in total and since the last `wait_for_young`.
 
     Attributes:
         num_open: number of masks that are being computed.

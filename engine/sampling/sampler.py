@@ -166,10 +166,11 @@ def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words
 def least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
     """Return the least logit that each request's filters keep: `[num_requests]`.
 
-    Top-p applies to the distribution that top-k left, and keeps the token that crosses the
-    threshold. Min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is a fraction of the
-    best token's probability. Equally probable tokens are kept or dropped together, so that the
-    result depends on neither the order of a sort nor the batch.
+    Top-p applies to the distribution of the tokens that top-k keeps, and keeps the token that
+    crosses the threshold. Min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is given
+    as a fraction of the best token's probability. Equally probable tokens are kept or dropped
+    together, so that the result depends neither on the order in which a sort leaves equals nor on
+    the batch.
     """
     vocab_size = logits.shape[-1]
     top_k, top_p = parameters["top_k"], parameters["top_p"]
@@ -208,11 +209,11 @@ def _least_of(
 
     Args:
         ordered: `[num_requests, num_values]`, the largest logits, descending.
-        limits: `[num_requests]`, top-k; the vocabulary size if off.
+        limits: `[num_requests]`, top-k; the vocabulary size if top-k is off.
         totals: `[num_requests]`, total weight of the vocabulary; read only where top-p alone is on.
 
     Returns:
-        `[num_requests]` both.
+        The least logits and the flags, `[num_requests]` each.
     """
     num_values = ordered.shape[1]
     top_p = parameters["top_p"]
@@ -229,7 +230,7 @@ def _least_of(
 
 
 def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> Floats:
-    """Return weights of logits relative to the largest logit; `[num_requests, n]` in and out."""
+    """Return logits' weights, 1 for the largest logit; `[num_requests, n]` in and out."""
     with np.errstate(invalid="ignore", under="ignore"):  # NaN if all tokens are banned
         weights: Floats = np.exp((values - best[:, None]) / _temperatures(parameters)[:, None])
     return weights

@@ -1,6 +1,6 @@
 """StepSampler: draws a step's tokens and logprobs from its logits, on the device or the host.
 
-LaunchedStep: a step launched on the device, whose result can be waited for.
+LaunchedStep: a step that was launched on the device, with a method that waits for its result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
 
-Proposed = Mapping[int, Floats]  # by row: the distribution from which the draft was drawn
+Proposed = Mapping[int, Floats]  # by row: its draft's distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepSampler:
         return sampling.needs_host or self.judges_drafts(sampling)
 
     def judges_drafts(self, sampling: SamplingInput) -> bool:
-        """Return whether this step's drafts are accepted by rejection sampling."""
+        """Return whether rejection sampling decides which of this step's drafts are accepted."""
         return self.rejects and bool(sampling.draft_token_ids)
 
     def prompt_logprobs(
@@ -74,7 +74,8 @@ class StepSampler:
 
         Args:
             logits: `[num_sampling, vocab_size]`.
-            proposed: returns the drafts' distributions; called only with rejection sampling.
+            proposed: returns the distributions that drafts were drawn from; called only for
+                rejection sampling.
         """
         if self.judges_drafts(sampling):
             token_ids = sample_with_rejection(
@@ -96,14 +97,15 @@ class StepSampler:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that was launched on the device.
+    """A step that was launched on the device, and its result.
 
     Attributes:
         output: the result; its tokens are missing until ``done``.
         token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
         done: CUDA event of the step's end; None: the step has ended.
-        started_at: when the step was launched, by the monotonic clock.
-        ended_at: when the step ended, by the monotonic clock; None: unknown before `wait`.
+        started_at: when the step was launched, in seconds of the monotonic clock.
+        ended_at: when the step ended, in seconds of the monotonic clock; None: unknown before
+            `wait`.
         pooled: results of pooled requests, float32 on the device, by request id.
     """
 
