@@ -140,7 +140,7 @@ class StepFigures:
         )
 
     def _slots(self) -> tuple[int, int]:
-        """Return how many slots open requests hold, and how many of these have no known token."""
+        """Return how many token slots the blocks of open requests have, and how many are empty."""
         manager, held, unfilled = self._scheduler.kv_cache_manager, 0, 0
         for request in list(self._scheduler.requests.values()):
             num_held = manager.num_tokens_held(request)

@@ -147,7 +147,7 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise of an unfiltered draw: the same token wins, unless filtered out."""
+    """Draw with the noise of a draw without filters; its token wins unless a filter drops it."""
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:

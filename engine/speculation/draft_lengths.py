@@ -146,7 +146,7 @@ class DraftingCosts:
 
 
 def _size_class(num_tokens: int) -> int:
-    """Round a number of tokens: up to 16 exactly, then to one of eight sizes per doubling."""
+    """Round a number of tokens to a size: each number up to 16, then eight sizes per doubling."""
     step = 1 << max(num_tokens.bit_length() - 4, 0)
     return (num_tokens + step // 2) // step * step
 
@@ -169,7 +169,7 @@ class Acceptance:
         self._looked_at = self._looked_at * self._memory + 1
 
     def rate(self, prior: float = _FIRST_PRIOR) -> float:
-        """Return the chance that a draft is right if earlier drafts are; ``prior`` without data."""
+        """Return the chance that a draft is right if all earlier ones are; ``prior``: no data."""
         rate = (self._right + _PRIOR_WEIGHT * prior) / (self._looked_at + _PRIOR_WEIGHT)
         return min(rate, 0.99)
 

@@ -1,7 +1,7 @@
-"""StepExtras: a step's work beside its tokens: encodings of images, pooled numbers, and drafts.
+"""StepExtras: what a step computes besides tokens: image encodings, pooled results, and drafts.
 
     before the forward    new images are encoded; some tokens read encodings
-    after the forward     prompts that end in this step get their pooled numbers
+    after the forward prompts that end in this step get their pooled numbers
     after the sampler     a drafter drafts the tokens after the sampled ones
 
 Refuses to know: how a forward is run, sampling.
@@ -30,14 +30,15 @@ NO_IMAGES = ReadImages()
 
 
 class StepExtras:
-    """The extras of one model runner's steps. Plain steps pass unchanged.
+    """Adds this work to the steps of one model runner. Steps without any pass unchanged.
 
     Args:
         model: the model, with its encoder of images.
         device: device of the model.
-        is_last_stage: whether this rank has the last layer, and so pools.
+        is_last_stage: whether this rank's pipeline stage has the last layer, so that it pools.
         drafting: makes drafts after each step, once its tokens are known; None: no drafts.
-        replays: returns whether steps replay captured graphs, which overwrite hidden states.
+        replays: returns whether steps replay captured graphs, which overwrite earlier hidden
+            states.
 
     Attributes:
         encodings: encodings of images.
@@ -55,7 +56,7 @@ class StepExtras:
         self.encodings = Encodings(model, device)
         self._pooler = Pooler(model, is_last_stage=is_last_stage)
         self._drafting, self._replays = drafting, replays
-        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched
+        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched yet
         self._read = NO_IMAGES
         self._pooled: dict[str, Tensor] = {}
 
@@ -70,7 +71,7 @@ class StepExtras:
         return replace(prepared, model=replace(prepared.model, images=self._read.rows))
 
     def pool(self, hidden: Tensor, prepared: PreparedStep) -> None:
-        """Compute a step's pooled numbers.
+        """Return the results of pooled requests whose prompt ends in a step.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, the step's hidden states after the last norm.
