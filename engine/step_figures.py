@@ -81,7 +81,7 @@ class StepFigures:
         self._stretch = None if limit is None else StepStretch(limit, self._least_beside)
 
     def num_beside_decodes(self) -> int:
-        """Return the most prompt tokens of the next step if a request decodes in that step."""
+        """Return the maximum number of prompt tokens of the next step if it also decodes."""
         return ALL if self._stretch is None else self._stretch.num_tokens()
 
     def metrics(self) -> EngineMetrics:

@@ -164,7 +164,7 @@ class Acceptance:
         return cls(_MEMORY_OF_ALL)
 
     def note(self, is_right: bool) -> None:
-        """Count a checked draft; drafts after a wrong draft are not checked."""
+        """Count a draft that was compared with a sampled token; no draft after a wrong one is."""
         self._right = self._right * self._memory + is_right
         self._looked_at = self._looked_at * self._memory + 1
 

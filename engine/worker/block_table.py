@@ -83,7 +83,7 @@ class BlockTable:
         self.num_changes += 1
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Replace blocks outside the window after ``num_tokens`` tokens by null blocks."""
+        """Replace blocks that are outside the window after ``num_tokens`` by null blocks."""
         assert self._retention is not None
         num_expired = min(self._retention.num_expired_blocks(num_tokens), self._num_blocks[row])
         num_null = self._num_null[row]
@@ -127,7 +127,7 @@ class BlockTable:
         return self._rows[list(rows), :num_blocks]
 
     def gather(self, rows: npt.NDArray[np.int64], num_blocks: int, out: Tensor) -> Tensor:
-        """Return some rows' first blocks: `[num_requests, num_blocks]` int32, a view of ``out``.
+        """Copy some rows' first blocks to ``out``; return `[num_requests, num_blocks]` int32.
 
         Args:
             rows: `[num_requests]`, in batch order.

@@ -181,7 +181,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
 def without_images_if_needed(
     config: EngineConfig, device: torch.device, model: ModelConfig
 ) -> EngineConfig:
-    """Switch images off, with a log line, if attention on this device is only causal."""
+    """Switch images off, with a log line, if the backend lacks the attention that images need."""
     if not config.images or not model.is_text_part or not model.whole_image_layers:
         return config
     name = asked_backend(config)
@@ -222,8 +222,8 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
 def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
     """Describe the linear layers' weights; only nodes with equal descriptions may be paired.
 
-    The description names CPU or GPU, which round quantized weights differently, and the GPU model,
-    because models add in different orders.
+    CPUs and GPUs round quantized weights differently, and different GPU models add in different
+    orders, so their descriptions differ.
     """
     if not isinstance(packer, GpuPacker | InvariantPacker):
         return asked

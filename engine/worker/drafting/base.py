@@ -148,7 +148,7 @@ class DraftChooser:
         return token_ids
 
     def pop_distributions(self, step: DraftingStep) -> dict[int, Floats]:
-        """Return and forget the distributions of a step's drafts, by index of the sampled token.
+        """Remove and return the distributions of a step's drafts, by index of the sampled token.
 
         Drafts made by another node are left out, because their distributions are unknown.
         """

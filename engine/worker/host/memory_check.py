@@ -1,4 +1,4 @@
-"""Checks before loading whether a model fits into the available memory.
+"""Checks whether a model fits into the available memory, before it is loaded.
 
 Refuses to know: loading, GPUs.
 """
@@ -20,7 +20,8 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if weights and KV cache do not fit into this machine's memory.
 
-    Without a configured size, the KV cache gets what memory remains, and is not checked.
+    If the options set no size of the KV cache, it gets the memory that remains, so only the weights
+    are checked.
 
     Args:
         model_folder: the model to load on a CPU.

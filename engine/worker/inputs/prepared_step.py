@@ -1,4 +1,4 @@
-"""PreparedStep: the tensors that a step reads; ReplayStep: a step for a captured graph's replay."""
+"""PreparedStep: the tensors that a step reads. ReplayStep: a step that replays a captured graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModelInput:
     images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
-        """Return the adapter spans of some tokens, as indices into ``rows`` (ascending)."""
+        """Return the adapter spans of the tokens ``rows`` (ascending), as indices into ``rows``."""
         return spans_of_rows(self.adapters, rows)
 
 
@@ -41,12 +41,12 @@ class PreparedStep:
     later.
 
     Attributes:
-        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a request with
-            drafts has several entries.
+        sampling_rows: `[num_sampling]` int64 on the device, row of the input batch for each sampled
+            token; a request with drafts has several entries.
         pending_tokens: tokens that the previous step samples, as `(places, rows)`, int64 on the
             device: places in ``input_ids``, rows in `InputBatch.last_tokens`; None: all are known.
         images: images to encode and to place; None: the step has no images.
-        pooled: tokens of requests that are pooled.
+        pooled: the tokens of each pooled request.
     """
 
     model: ModelInput
@@ -65,7 +65,7 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """A step of one token per request, which replays a captured graph.
+    """A step with one token per request, which replays a captured graph.
 
     Its inputs lie in a staging buffer on the host, which is overwritten
     `EngineConfig.max_steps_in_flight` steps later.
