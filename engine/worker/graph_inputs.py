@@ -122,7 +122,7 @@ class GraphInputs:
     # ------------------------------------------------------------------ on the host
 
     def size_for(self, num_requests: int) -> int | None:
-        """Return the captured size to pad ``num_requests`` to, or None if there are too many."""
+        """Return the captured size to pad ``num_requests`` to; None if they are too many."""
         return next((size for size in self.sizes if size >= num_requests), None)
 
     def stage(
@@ -207,7 +207,7 @@ class GraphInputs:
         return tensors
 
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
-        """Return a captured size's metadata, by KV cache group; lengths are upper bounds."""
+        """Return a captured size's attention metadata, by KV cache group; lengths are bounds."""
         return tuple(
             AttentionMetadata(
                 num_requests=size,
