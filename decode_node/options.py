@@ -1,4 +1,4 @@
-"""DecodeNodeOptions: all options of a decode node; DecodeOptions: options of decode nodes only."""
+"""DecodeNodeOptions: all options of a decode node. DecodeOptions: those of decode nodes only."""
 
 from __future__ import annotations
 

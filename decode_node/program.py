@@ -1,4 +1,4 @@
-"""Assembles a decode node: the decode loop over an engine and a KV receiver."""
+"""Assembles a decode node from the decode loop, an engine and a KV receiver."""
 
 from __future__ import annotations
 

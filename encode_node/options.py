@@ -33,7 +33,7 @@ class EncodeOptions(ProgramOptions):
 
     @property
     def engine(self) -> EngineConfig:
-        """Return the options by which an engine would choose device, dtype and kernels."""
+        """Return engine options with which the encoder chooses device, dtype and kernels."""
         return EngineConfig(
             dtype=self.dtype,
             device=self.device,

@@ -1,6 +1,6 @@
 """EncodingStore: encodings of images by digest, in the memory from which they are sent.
 
-    kept    the store holds an encoding's units; the least recently used encoding leaves first
+    kept the store holds an encoding's units; the least recently used encoding leaves first
     sent    each transfer holds the units, too, until none of its writes is in flight
 
 Refuses to know: requests, peers, how images are encoded.
@@ -26,7 +26,7 @@ class WritesEncodings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptEncoding:
-    """An encoding and its units, in order."""
+    """A kept encoding: its digest and its units of memory, in order."""
 
     digest: bytes
     units: tuple[int, ...]
@@ -37,8 +37,8 @@ class EncodingStore:
     """The encodings of one encode node. Used by one thread.
 
     Args:
-        units: units of ``memory``.
-        memory: holds the embeddings.
+        units: which units of ``memory`` are free.
+        memory: memory that holds the embeddings, and from which they are sent.
     """
 
     def __init__(self, units: Units, memory: WritesEncodings) -> None:
@@ -51,7 +51,7 @@ class EncodingStore:
         return len(self._kept)
 
     def hold(self, digest: bytes) -> KeptEncoding | None:
-        """Return an encoding and hold its units for a transfer; None: it is not kept."""
+        """Return an encoding, and hold its units for a transfer; None: it is not kept."""
         kept = self._kept.get(digest)
         if kept is not None:
             self._kept.move_to_end(digest)
@@ -59,7 +59,7 @@ class EncodingStore:
         return kept
 
     def release(self, kept: KeptEncoding) -> None:
-        """Note that a transfer has ended."""
+        """Release an encoding's units, because a transfer of the encoding has ended."""
         self.units.release(kept.units)
 
     def may_fit(self, num_tokens: int) -> bool:
@@ -67,9 +67,9 @@ class EncodingStore:
         return num_units(num_tokens) <= self.units.num_units
 
     def make_room(self, num_tokens: int) -> bool:
-        """Drop encodings until one of this many tokens fits; return whether it fits.
+        """Drop encodings until one of ``num_tokens`` fits; return whether it fits.
 
-        Units of dropped encodings stay in use while they are sent.
+        The units of a dropped encoding stay in use while the encoding is being sent.
         """
         needed = num_units(num_tokens)
         while self.units.num_free < needed and self._kept:
@@ -93,5 +93,5 @@ class EncodingStore:
         return num_kept
 
     def kept_units(self) -> list[int]:
-        """Return the units that the store holds."""
+        """Return the units of all kept encodings."""
         return [unit for kept in self._kept.values() for unit in kept.units]

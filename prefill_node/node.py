@@ -50,7 +50,8 @@ class _Job:
     """A prefill command in progress.
 
     Attributes:
-        encodings: encodings that encode nodes send for it; None: none.
+        encodings: the encodings that encode nodes send for the prompt; None: no encode node sends
+            any.
     """
 
     command: PrefillCommand
@@ -71,8 +72,8 @@ class PrefillNode:
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        inbox: queue of commands; None: one that does not read any files of adapters.
-        arrivals: encodings that encode nodes send; None: this node encodes all images.
+        inbox: queue of commands; None: a queue that cannot read the files of adapters.
+        arrivals: receives encodings from encode nodes; None: this node encodes all images.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class PrefillNode:
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         continued = self._answer(result)
-        self._outbox.flush()  # before any push: a client waits for token 1
+        self._outbox.flush()  # before pushes, as clients wait for token 1
         self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
@@ -155,7 +156,7 @@ class PrefillNode:
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
-        """Return the owners of all blocks; call between steps, on this node's thread."""
+        """Return which owners hold which blocks; call between steps, on this node's thread."""
         return take_ledger(self.engine, self.push_tracker.held())
 
     def handoff_metrics(self) -> HandoffMetrics:
@@ -184,11 +185,12 @@ class PrefillNode:
         """End all requests and hand-offs that the abort concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
-        # Also end hand-offs after token 1: the decode node may belong to another router.
+        # Also end hand-offs after token 1, because the decode node may be alive and serve another
+        # router.
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
-        """Connect to a decode node or an encode node; raises TransferError."""
+        """Connect to a decode node or an encode node; raises TransferError if this fails."""
         if not holds_encodings(peer.manifest):
             self.sender.connect(peer)
         elif self.arrivals is not None:
@@ -201,7 +203,7 @@ class PrefillNode:
             self.arrivals.lose_peer(engine_id)
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
-        """Queue a prompt, and its hand-off if a decode node continues."""
+        """Queue a prompt in the engine, and track its hand-off if a decode node continues."""
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -230,7 +232,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ results
 
     def _note_starts(self, scheduled: SchedulerOutput) -> None:
-        """Count each scheduled chunk, and note when a request's first chunk was scheduled."""
+        """Record in traces that chunks are scheduled, and when the first chunk of a request was."""
         for item in scheduled.scheduled:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1
@@ -240,16 +242,17 @@ class PrefillNode:
                 trace.begin_chunk(self._clock())
 
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Queue each token 1 for the router.
+        """Queue every token 1 of a step for the router.
 
-        Return the outputs that a decode node continues, by id.
+        Return the outputs that a decode node continues, by request id.
         """
         continued = {}
         if self._traces:
             self._note_chunks(result.scheduled)
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
-            # The engine stops after one token, even if a decode node continues the output.
+            # The engine ends every request after one token, even if a decode node continues the
+            # output.
             goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
             receipt = PrefillReceipt(
@@ -288,7 +291,7 @@ class PrefillNode:
                 trace.end_chunk(self._clock())
 
     def _end_failed(self) -> None:
-        """End requests that the engine cannot continue."""
+        """End the requests that the engine cannot continue, and tell the router."""
         for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:
@@ -308,7 +311,7 @@ class PrefillNode:
             case _:
                 if not self.push_tracker.settle(event):
                     self._traces.end_trace(event.request_id, event.epoch, has_pushed=True)
-                elif not event.reason:  # the decode node cancelled the request; the router knows
+                elif not event.reason:  # cancelled by the decode node: the router knows
                     job = self._jobs.get(event.request_id)
                     if job is not None and job.command.epoch == event.epoch:
                         self._end(event.request_id)
@@ -316,7 +319,7 @@ class PrefillNode:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
-        # An error about a request's field keeps its text, because the client wrote the field.
+        # Keep the text of an error about a field of the request, because it is for the client.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
         self._cancel_encodings(request_id, epoch)
         job = self._jobs.pop(request_id, None)
@@ -327,7 +330,7 @@ class PrefillNode:
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """Forget a request that was cancelled."""
+        """End a request that was cancelled, without telling the router."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end_trace(*_key(job.command))

@@ -1,4 +1,4 @@
-"""PrefillOptions: the options of a prefill node, and when it sends the KV blocks of a prompt."""
+"""PrefillOptions: the options of a prefill node. PushMode: when it sends a prompt's KV blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PushMode(StrEnum):
 class PrefillOptions(NodeOptions):
     """Options of a prefill node; raises ConfigError naming the field."""
 
-    # Preempted prompts are recomputed, because no other node has their blocks. The decode node
-    # verifies drafts made here, and decides their number.
+    # Preempted prompts are recomputed here, because no other node has their blocks. All drafts are
+    # made here, because the decode node, which verifies them, decides how many it uses.
     engine: EngineConfig = group(
         lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )

@@ -1,4 +1,4 @@
-"""Makes model runners, with buffers, backends and graph inputs as options require."""
+"""Makes model runners with the buffers, attention backends and graph inputs that they need."""
 
 from __future__ import annotations
 

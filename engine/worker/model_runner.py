@@ -93,7 +93,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive tensors still sent to this runner, which the next runner would read otherwise."""
+        """Receive tensors that were sent to this runner, which the next runner would read."""
         self._receive_tokens()
 
     @torch.inference_mode()
