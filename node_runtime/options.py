@@ -1,6 +1,6 @@
-"""ProgramOptions: options of all kinds of node; NodeOptions: those of nodes with an engine.
+"""ProgramOptions: the options of every node. NodeOptions: the options of nodes with an engine.
 
-Each kind adds options in its own package.
+Each kind of node adds more options in its own package.
 """
 
 from __future__ import annotations

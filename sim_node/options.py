@@ -93,7 +93,7 @@ class SimNodeOptions:
         check_limits(self)
 
     def node_sizes(self) -> SimOptions:
-        """Return the sizes, with the preset's timing."""
+        """Return the sizes of each node, with the timing of the named preset."""
         return replace(self.sizes, timing=preset(self.preset).scaled(self.time_scale))
 
 
@@ -102,8 +102,8 @@ class SimModel:
     """The model that a node pretends to serve.
 
     Attributes:
-        identity: what decides the model's tokens, such as digests of its files, by name; the node
-            reports these entries to routers.
+        identity: properties that decide the model's tokens, such as digests of its files, by name;
+            the node reports them to routers.
         max_model_len: maximum number of tokens of a request.
         outputs: source of output tokens; None: `HashedOutputs`.
     """
