@@ -137,7 +137,7 @@ class DecodeNode:
         )
 
     def requests(self) -> list[RequestView]:
-        """Return all open requests; safe from any thread."""
+        """Return all open requests of this node, for operators; safe from any thread."""
         now = self._clock()
         return [
             view_request(job.request, job.reservation.state.value, now - job.reservation.parked_at)
@@ -161,7 +161,7 @@ class DecodeNode:
             self._end(request_id)
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests that the abort concerns."""
+        """End all requests that an abort message of the router concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
 

@@ -104,14 +104,15 @@ class Reservations:
         self._clock = clock
         self._engine = engine
         self._receiver = receiver
-        self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
+        self._open: dict[Key, Reservation] = {}  # those PARKED, GRANTED or RECEIVING
         self.quarantine = Quarantine(engine.block_pool, receiver, clock)
         self._grants = GrantQueue(
             engine,
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        self._early_starts: dict[tuple[Key, str], float] = {}  # when each early `Start` arrived
+        # when each `Start` came before its command
+        self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
@@ -224,7 +225,7 @@ class Reservations:
         return self.end_all_of(engine_id)
 
     def end_all_of(self, engine_id: str) -> list[Reservation]:
-        """End all reservations of an unreachable prefill node; return them."""
+        """End all reservations whose prefill node cannot be reached; return them."""
         lost = [r for r in self._open.values() if r.engine_id == engine_id]
         for reservation in lost:
             key = (reservation.request.request_id, reservation.epoch)

@@ -1,4 +1,4 @@
-"""Encoder: a model's vision tower and projector on one device, without the text network."""
+"""Encoder: runs a model's vision tower and projector on one device, without the text model."""
 
 from __future__ import annotations
 

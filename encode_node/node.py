@@ -402,7 +402,7 @@ class EncodeNode:
         )
 
     def encode_counts(self) -> EncodeCounts:
-        """Return a copy of the counts; safe from any thread."""
+        """Return a copy of `counts`; safe from any thread."""
         return dataclasses.replace(self.counts)
 
 

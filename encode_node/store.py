@@ -18,7 +18,7 @@ from node_runtime.encodings.units import Units
 
 
 class WritesEncodings(Protocol):
-    """The memory of the units (`node_runtime/encodings/memory.py`)."""
+    """The memory whose units hold encodings (`node_runtime/encodings/memory.py`)."""
 
     def write(self, units: Sequence[int], embeddings: Any) -> None:
         """Write an encoding ``[num_embeddings, width]`` to its units."""
@@ -67,7 +67,7 @@ class EncodingStore:
         return num_units(num_tokens) <= self.units.num_units
 
     def make_room(self, num_tokens: int) -> bool:
-        """Drop encodings until one of ``num_tokens`` fits; return whether it fits.
+        """Drop encodings until a new one of ``num_tokens`` tokens fits; return whether it fits.
 
         The units of a dropped encoding stay in use while the encoding is being sent.
         """

@@ -127,7 +127,7 @@ class AdapterTable:
         return slot is not None and slot.is_pinned
 
     def can_have(self, digest: AdapterDigest) -> bool:
-        """Return whether an adapter is in memory, or could get a slot now."""
+        """Return whether an adapter is in memory, or not all slots have pinned adapters."""
         slots = self._slots
         is_full = len(slots) >= self._max_adapters
         return digest in slots or not (is_full and all(one.is_pinned for one in slots.values()))
@@ -157,7 +157,7 @@ class AdapterTable:
             ConfigError: this engine takes no adapters.
         """
         self._refuse_without_slots()
-        with self._executor.keep_cores():  # else other nodes' steps would wait for this thread
+        with self._executor.keep_cores():  # other nodes must not compute on the cores used here
             adapter = read_adapter(folder, self._check, is_finite)
             if digest and adapter.digest != digest:
                 raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")

@@ -122,7 +122,7 @@ class Engine:
         return self._scheduler.grant(request_id)
 
     def commit(self, request_id: str, token_id: int, drafts: Sequence[int] = ()) -> None:
-        """Let a parked request run in the next step, as its prompt's KV is complete.
+        """Let a parked request run in the next step, because the KV of its prompt is complete.
 
         Args:
             drafts: the remote node's drafts of the tokens after ``token_id``.
@@ -140,7 +140,7 @@ class Engine:
         return failures
 
     def take_handed_back(self) -> list[Request]:
-        """Return the requests preempted since the last call that another node must compute."""
+        """Return the requests, preempted since the last call, that another node must compute."""
         handed_back, self._scheduler.handed_back = self._scheduler.handed_back, []
         return handed_back
 
@@ -149,7 +149,7 @@ class Engine:
         return self._scheduler.can_begin(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; return it, or None if its id is unknown."""
+        """End a request now; return the request, or None if its id is unknown."""
         aborted = self._scheduler.abort(request_id)
         self.adapters.settle()
         return aborted
@@ -294,7 +294,7 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps have computed something and ended, since the start."""
+        """Return how many steps that computed something have ended since the start."""
         return self.figures.num_steps
 
     @property

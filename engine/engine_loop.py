@@ -101,7 +101,7 @@ class EngineLoop:
         return Rounds(self._num_rounds, self._in_round)
 
     def stop(self) -> None:
-        """Stop the thread after the running step, and wait for it."""
+        """Stop the thread after the running step, and wait until it has ended."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
@@ -135,7 +135,7 @@ class EngineLoop:
     def _do_calls(self) -> None:
         while self._calls:
             future, function = self._calls.popleft()
-            if not future.set_running_or_notify_cancel():  # cancelled
+            if not future.set_running_or_notify_cancel():  # the caller has cancelled it
                 continue
             try:
                 future.set_result(function())

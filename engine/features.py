@@ -89,7 +89,7 @@ class Features:
         self.grammars.follow_thought(request)
 
     def submit(self, request: Request) -> None:
-        """Have a scheduled request's grammar compiled and its images decoded, if it has any."""
+        """Have the grammar and the images, if any, of a queued request compiled and decoded."""
         images = request.images
         if images is not None and request.awaits_pixels and not images.awaits_encodings:
             self.images.submit(images)
@@ -102,13 +102,13 @@ class Features:
             self.images.submit(images)
 
     def submit_grammar(self, request: Request) -> None:
-        """Have a request's grammar compiled, if it has one."""
+        """Have the grammar of a request compiled, if the request has one."""
         if request.awaits_grammar:
             self.grammars.submit(request)
 
     @property
     def awaits_pixels(self) -> bool:
-        """Return whether some request waits until its images are decoded."""
+        """Return whether some request waits for its images to be decoded."""
         return self.images.is_busy or bool(self._scheduler.images.wanted)
 
     # ------------------------------------------------------------------ steps

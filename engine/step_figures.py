@@ -58,7 +58,7 @@ class StepFigures:
         )
 
     def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
-        """Count a step that took ``computed_s`` seconds; call before its requests are updated."""
+        """Count an ended step that took ``computed_s`` seconds; call before `Scheduler.update`."""
         if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
             self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self.num_steps += 1

@@ -85,7 +85,7 @@ class ServedWeights:
         engine, new = self._engine, self._new
         assert new is not None, "no weights were begun"
         self._check_idle()
-        engine.adapters.clear()  # packed adapters may depend on the weights
+        engine.adapters.clear()  # packed adapters may fit only the old weights
         engine.executor.collective_rpc("use_weights")
         engine.adapters.is_suspended = False
         if self._served is not new:

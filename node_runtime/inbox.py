@@ -50,7 +50,7 @@ class CommandHandler(Protocol[HandledJob]):
         """End an attempt of a request, if this attempt is open."""
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests to which the abort applies."""
+        """End all requests that an abort message concerns."""
 
     def connect_peer(self, peer: PeerInfo) -> None:
         """Connect to a node of the other role; raises TransferError if this fails."""
@@ -171,7 +171,7 @@ class Outbox:
         self._deltas: list[RequestDelta] = []
 
     def put(self, delta: RequestDelta) -> None:
-        """Queue a delta for the router."""
+        """Queue a delta (a request's new tokens or end) for the router."""
         self._deltas.append(delta)
 
     def fail(self, request_id: str, epoch: int, code: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Assembles a node of either role: its engine, its end of the KV connector, and their threads."""
+"""Assembles a prefill or decode node: its engine, its end of the KV connector, their threads."""
 
 from __future__ import annotations
 

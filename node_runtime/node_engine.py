@@ -42,7 +42,7 @@ class FirstSteps:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine and its identity.
+    """A loaded engine, and what its node tells routers about it.
 
     Attributes:
         engine_id: unique id of this start of the process.

@@ -146,7 +146,7 @@ async def run_node_program(
     stopping, leaving = stop_event(loop), asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     drain = Drain()
-    links: list[RouterLinks] = []  # empty until the node is loaded
+    links: list[RouterLinks] = []  # filled in once the node is loaded
     death: list[Exception] = []
 
     def emit(event: NodeEvent) -> None:
@@ -244,7 +244,7 @@ def _tls_files(tls: TlsOptions) -> TlsFiles | None:
 def _make_page(
     node: NodeProgram, access: Access, tls: TlsFiles | None, is_ready: Callable[[], bool]
 ) -> MetricsPage:
-    # Imported here, because most nodes have no page and aiohttp is slow to import.
+    # Import here, because most nodes have no metrics page, and aiohttp is slow to import.
     from baton.serving.metrics_page import MetricsPage
 
     return MetricsPage(node.collector(), access=access, tls=tls, is_ready=is_ready)
@@ -272,7 +272,7 @@ async def _drained(
 
 
 def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
-    """Return how the node's listeners are protected, which limits the addresses they may use."""
+    """Return how the node's listeners are protected; it decides where they may listen."""
     return Exposure(
         authentication="--tls-ca or --api-keys-file",
         is_authenticated=not access.is_open,
@@ -317,7 +317,7 @@ async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
 
 
 class _Serving:
-    """Computes health: joined to a router, no thread stalled, a peer connected if required."""
+    """Computes health: the node has joined, no thread stalls, a required peer is connected."""
 
     def __init__(self, tell: Callable[[bool], Awaitable[None]], *, needs_peer: bool) -> None:
         self._tell = tell
@@ -347,7 +347,7 @@ class _Serving:
 
 def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
     """Write dumps and end the process, because a stalled thread would block its shutdown."""
-    end_within(END_AFTER_DEATH_S)  # the dump may hang too
+    end_within(END_AFTER_DEATH_S)  # ends the process even if the dump hangs
     error = EngineDeadError(
         f"the {watch.stalled_thread} thread has been in one round for {watch.stalled_s:g} s"
     )

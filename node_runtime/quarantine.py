@@ -47,7 +47,7 @@ class Quarantine:
     """The blocks of ended transfers that peers may still write, on one node.
 
     Args:
-        blocks: the node's blocks.
+        blocks: the node's blocks, which have reference counts.
         receiver: watches, drains and disconnects peers.
         clock: returns seconds, never going back.
     """
@@ -124,7 +124,7 @@ class Quarantine:
             self._blocks.release(reversed(held.block_ids))
 
     def tick(self) -> None:
-        """Drain dead peers, forget lost peers without held blocks, repeat Cancel to other peers."""
+        """Drain dead peers, disconnect lost peers without held blocks, repeat `Cancel`."""
         now = self._clock()
         may_write = {held.engine_id for held in self._held.values()}
         for engine_id in list(self._gone):

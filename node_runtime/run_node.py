@@ -40,7 +40,7 @@ def run_node(
         grammars: the parts that compile grammars, made before any thread started; None: the engine
             makes them later.
     """
-    # Imported here, so that --help is fast.
+    # Import here, so that `--help` is fast.
     from baton.access.access import Access
     from baton.access.audit_log import AuditLog
     from node_runtime.node_program import run_node_program

@@ -46,7 +46,7 @@ ENCODINGS_THREAD = "encodings-io"
 
 
 class Node(Protocol):
-    """A node's loop; see `prefill_node/node.py` and `decode_node/node.py`."""
+    """The loop of a node; see `prefill_node/node.py` and `decode_node/node.py`."""
 
     def submit(self, command: RouterCommand | AbortAll) -> None: ...
 
@@ -62,7 +62,7 @@ class Node(Protocol):
 
 
 class ConnectorEnd(Protocol):
-    """The methods of a KV sender or receiver that a node's threads use."""
+    """A node's end of the KV connector (sender or receiver), as `NodeThreads` uses it."""
 
     def describe(self) -> bytes:
         """Return the peer info for nodes of the other role."""

@@ -129,11 +129,11 @@ class Arrivals:
         self._receiver, self._timeout_s, self._clock = receiver, timeout_s, clock
         self.quarantine = Quarantine(units, receiver, clock)
         self.num_lost_total = 0
-        self._connected: set[str] = set()  # engine ids of encode nodes
+        self._connected: set[str] = set()  # engine ids of connected encode nodes
         self._prompts: dict[tuple[str, int], PromptWait] = {}  # by request id and epoch
         self._open: dict[TransferKey, _Arrival] = {}
         self._to_grant: deque[TransferKey] = deque()
-        self._early_starts: dict[tuple[TransferKey, str], float] = {}  # when each `Start` came
+        self._early_starts: dict[tuple[TransferKey, str], float] = {}  # when it came
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
 
@@ -237,7 +237,7 @@ class Arrivals:
                 self._receive(key, arrival, event.record)
             case TransferEventKind.FAILED:
                 self._lose(key, arrival, event.reason or "it was cancelled", quiet=True)
-            case _:  # a watermark
+            case _:  # watermarks are not needed
                 pass
 
     def _settle_ended(self, key: TransferKey, event: TransferEvent) -> None:

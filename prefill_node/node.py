@@ -149,7 +149,7 @@ class PrefillNode:
         return 0 if self.arrivals is None else self.arrivals.num_transfers
 
     def requests(self) -> list[RequestView]:
-        """Return all open requests; safe from any thread."""
+        """Return all open requests of this node, for operators; safe from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
         now = self._clock()
         views = [view_request(job.request, "", now - job.received_at) for job in local]
@@ -173,7 +173,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ commands
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End a request, or its hand-off if token 1 was already sent."""
+        """End a request, or only its hand-off if token 1 was sent already."""
         job = self._jobs.get(request_id)
         if job is not None and job.command.epoch == epoch:
             self._end(request_id)
@@ -182,7 +182,7 @@ class PrefillNode:
             self._traces.end_trace(request_id, epoch, has_pushed=True)
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests and hand-offs that the abort concerns."""
+        """End all requests and hand-offs that an abort message of the router concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
         # Also end hand-offs after token 1, because the decode node may be alive and serve another

@@ -123,7 +123,7 @@ class PushTracker:
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
-        # Hand-offs that ended here while their writes are in flight, by (request_id, epoch).
+        # Hand-offs that ended here although writes may be in flight, by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
         self._ended: Counter[TransferOutcome] = Counter()
 
@@ -168,7 +168,8 @@ class PushTracker:
                     if self._num_groups > 1
                     else (),
                 )
-            if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
+            # its new blocks are other blocks
+            if request.num_preemptions != handoff.num_preemptions:
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
             # None of the transferred blocks was freed meanwhile: they stay in the window until the
@@ -200,7 +201,7 @@ class PushTracker:
             num_tokens = handoff.request.num_computed_tokens
             if output is None and self._mode is PushMode.AFTER_PREFILL:
                 continue
-            if output is None:  # push full blocks only: the last one is still being filled
+            if output is None:  # the last block is not full yet
                 self._push(handoff, num_tokens // self._block_size, None)
             else:
                 self._push(handoff, -(-num_tokens // self._block_size), output.token_ids[0])
@@ -255,7 +256,7 @@ class PushTracker:
         return event.kind is TransferEventKind.FAILED
 
     def views(self) -> list[RequestView]:
-        """Return the open hand-offs, including those whose prompt is computed; thread-safe."""
+        """Return the open hand-offs for operators, also after token 1; safe from any thread."""
         now = self._clock()
         return [
             view_request(handoff.request, handoff.state, now - handoff.added_at)
@@ -291,7 +292,7 @@ class PushTracker:
         return [*pushed, *drained]
 
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
-        """Make a tail push the blocks that the prompt's last step writes, layer by layer."""
+        """Let a tail push the blocks that the last step of a prompt writes, layer by layer."""
         request = handoff.request
         # The tail leaves out blocks that the step in flight fills: they are pushed after that step.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
@@ -318,8 +319,8 @@ class PushTracker:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)
         if token_id is not None and handoff.tail is not None and handoff.tail.is_complete:
-            num_blocks = handoff.tail_first  # the tail has pushed the rest
-        # A block that is not full is sent only with token 1.
+            num_blocks = handoff.tail_first  # the tail has pushed the others
+        # Only the last push, with token 1, may have a block that is not full.
         num_tokens, record = num_logical_blocks * self._block_size, None
         if token_id is not None:
             num_tokens = handoff.request.num_computed_tokens

@@ -144,6 +144,6 @@ class PrefillTraces:
         self._sink(trace.spans(now, has_pushed=has_pushed), zero_of(self._clock))
 
     def end_others(self, is_open: Callable[[str, int], bool]) -> None:
-        """End the traces of requests that no longer have an open hand-off."""
+        """End the traces of requests whose hand-off is no longer open."""
         for request_id, epoch in [key for key in self._open if not is_open(*key)]:
             self.end_trace(request_id, epoch, has_pushed=True)

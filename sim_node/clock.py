@@ -67,7 +67,7 @@ class NodeClock:
             action()
 
     def stop(self) -> None:
-        """Pause the node: nothing happens until `go_on`."""
+        """Pause the node: its events wait until `go_on`."""
         self._stopped = True
 
     def go_on(self) -> None:
@@ -78,6 +78,6 @@ class NodeClock:
             self.run(action)
 
     def halt(self) -> None:
-        """End the node: nothing happens from now on."""
+        """End the node: none of its events happen from now on."""
         self._stopped, self._ended = False, True
         self._backlog.clear()

@@ -122,9 +122,9 @@ class SimCluster:
         num_slow = round(faults.slow * len(self._roles))
         self._slowness = dict.fromkeys(chance.sample(self.names, num_slow), faults.slow_factor)
         self._chance = chance
-        self._nodes: dict[str, SimNode] = {}  # living nodes, by name
+        self._nodes: dict[str, SimNode] = {}  # running or paused nodes, by name
         self._jobs: list[asyncio.Task[None]] = []
-        self._num_tokens_before = 0  # tokens made by nodes that have ended
+        self._num_tokens_before = 0  # output tokens of nodes that have ended
         self._max_lag_before_s = 0.0
         self._started = (0.0, 0.0)
 
@@ -223,7 +223,7 @@ class SimCluster:
             node.task.result()
 
     async def stall(self, name: str, stall_s: float) -> None:
-        """Pause a node for some seconds, as by SIGSTOP; return at once."""
+        """Pause a node for ``stall_s`` seconds, as by SIGSTOP; return at once."""
         node = self._node(name)
         node.stop()
         asyncio.get_running_loop().call_later(stall_s, node.go_on)

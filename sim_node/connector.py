@@ -210,7 +210,7 @@ class _Open:
 
 
 class _OpenChannels(Channels):
-    """Unencrypted channels to all peers of this process."""
+    """The channels to all peers in this process, which do not encrypt messages."""
 
     _open: Any = _Open()
 

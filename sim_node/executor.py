@@ -45,12 +45,12 @@ _SHAPE = {
     "max_position_embeddings": 2**20,
 }
 _NUMBERS = array("f", [1.0]).tobytes()  # the pooled result of every request
-_KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per token is possible
+_KV_DTYPE = "uint8"  # one byte per element, so that a token may have any number of bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SimKVSpec:
-    """The simulated KV cache: one group, full attention; a `KVCacheSpec`."""
+    """Layout of the simulated KV cache: one group with full attention; a `KVCacheSpec`."""
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
@@ -102,7 +102,7 @@ class SimKVMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step in flight, whose result is already known."""
+    """A simulated step in flight, whose result is known when it is submitted."""
 
     output: ModelRunnerOutput
 
@@ -159,7 +159,7 @@ class SimExecutor:
         self._role = role
         self._clock = clock
         self._on_layer = on_layer
-        # Request id, output and prompt length, by row.
+        # Request id, output and prompt length of each row's request.
         self._rows: dict[int, tuple[str, TokenAt, int]] = {}
         self._pooled: set[int] = set()  # rows that sample no tokens
 
@@ -219,7 +219,7 @@ class SimExecutor:
         )
 
     def decode_times(self) -> tuple[tuple[int, int, float], ...]:
-        """Return (requests, context tokens, seconds) of steps, like `measure_decode_times`."""
+        """Return (requests, context tokens, seconds) of decodes, like `measure_decode_times`."""
         if self._role is not NodeRole.DECODE:
             return ()
         long = min(4096, self.max_model_len - 2)

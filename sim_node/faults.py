@@ -1,4 +1,4 @@
-"""FaultSpec: faults to inject into a cluster of simulated nodes."""
+"""FaultSpec: which faults to inject into a cluster of simulated nodes, and how often."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from sim_node.options import SimModel, SimOptions
 
 
 class NodeLinks(Protocol):
-    """The part of `RouterLinks` that a node needs."""
+    """The part of `RouterLinks` that a simulated node needs."""
 
     async def run(self) -> None: ...
     def emit(self, event: NodeEvent) -> None: ...
@@ -243,7 +243,7 @@ class Simulation:
         self._network.remove(self.engine_id)
 
     def handle_command(self, command: RouterCommand | AbortAll) -> None:
-        """Handle a command of the router."""
+        """Handle a command of the router: give it to the node, which may then run a round."""
         match command:
             case PrefillCommand() | DecodeCommand():
                 self._begin(command)

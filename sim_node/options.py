@@ -1,4 +1,4 @@
-"""Sizes of simulated nodes, and the model that they pretend to serve."""
+"""Options of simulated nodes (sizes and timing), and the model that they pretend to serve."""
 
 from __future__ import annotations
 

@@ -66,6 +66,6 @@ def token_at(key: int, index: int, vocab_size: int) -> int:
 def output_tokens(
     prompt_token_ids: Sequence[int], num_tokens: int, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the first output tokens of a prompt, to check what clients received."""
+    """Return the first output tokens of a prompt, with which to check what clients received."""
     key = prompt_key(prompt_token_ids)
     return tuple(token_at(key, index, vocab_size) for index in range(num_tokens))

@@ -46,20 +46,20 @@ FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache now holds these contents; ``parent``: hash of the block before them."""
+    """Event: the prefix cache holds these contents; ``parent``: hash of the block before."""
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache no longer holds these contents."""
+    """Event: the prefix cache no longer holds these contents."""
 
     hashes: tuple[BlockHash, ...]
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache holds nothing."""
+    """Event: the prefix cache is empty now."""
 
 
 KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
@@ -121,7 +121,8 @@ class BlockPool:
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.previous = self._tail, self._head
-        # Nearly always one block per hash; a dict only where several blocks hold the same content.
+        # By hash: nearly always one block; a dict by block id only if several blocks hold the
+        # content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
 
@@ -252,15 +253,15 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Return the number of different cached contents."""
+        """Return the number of different contents in the prefix cache."""
         return len(self._cached)
 
     def start_events(self) -> list[BlockHash]:
         """Record events from now on; drop events that `take_events` has not returned.
 
         Returns:
-            The cached contents that events report. A prefix's first blocks come before its last
-            ones, unless they were cached again later.
+            The contents that are cached now and that events report. The first blocks of a prefix
+            come before its last ones, unless the first ones were cached again later.
         """
         self._events = []
         return [
@@ -326,14 +327,14 @@ class BlockPool:
                 previous.next, block.previous = block, previous
 
     def _take_first(self, num_blocks: int) -> list[int]:
-        """Unlink the first ``num_blocks`` blocks of the free list."""
+        """Unlink the first ``num_blocks`` blocks of the free list, and return their ids."""
         block_ids = []
         block, now = self._head.next, self._clock()
         for _ in range(num_blocks):
             self._give(block, now)
             block_ids.append(block.block_id)
             block = block.next
-        # `block` is the first block that stays in the free list, or the tail.
+        # Here `block` is the first block that stays in the free list, or the tail.
         self._head.next, block.previous = block, self._head
         return block_ids
 
@@ -343,7 +344,7 @@ class BlockPool:
         While there are never-used blocks, only blank blocks are considered; returns None if they
         are too few or too scattered.
         """
-        # Look into the second half only if the first is too small.
+        # Look into the second half of the window only if the first half has too few blocks.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
         have_all = len(self._blocks) == self.num_blocks
         if not have_all:
@@ -428,7 +429,7 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
     ordered = np.sort(np.array(candidates, dtype=np.int64))
     starts = np.concatenate(([0], np.flatnonzero(np.diff(ordered) != 1) + 1))
     lengths = np.diff(starts, append=len(ordered))
-    longest_first = np.argsort(-lengths, kind="stable")  # of equal lengths, lower ids first
+    longest_first = np.argsort(-lengths, kind="stable")  # of equally long runs, lower ids first
     lengths = lengths[longest_first]
     totals = np.cumsum(lengths)
     num_whole = int(np.searchsorted(totals, num_blocks))

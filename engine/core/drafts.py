@@ -102,7 +102,7 @@ class Drafts:
         self._num_to_read = self._policy.num_to_read()
 
     def start(self, request: Request) -> None:
-        """Decide whether the drafter reads a request that starts in this step."""
+        """Decide whether the drafter reads a request that starts here in this step."""
         if request.pooling is not None:  # a pooled request has no output that drafts could propose
             request.cache_class = UNREAD
             return
@@ -125,7 +125,7 @@ class Drafts:
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Add drafts to scheduled requests within the token budget; return the unused budget.
 
-        Call this last, after all requests that can run have got their tokens.
+        Call this after all requests that can run have got their other tokens of the step.
         """
         self._masks_left_s = _MAX_MASKS_S
         for index, item in enumerate(scheduled):

@@ -72,8 +72,8 @@ class GrammarState:
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
         self._end_token_ids = end_token_ids.difference(params.stop_token_ids)
-        # Mask of the next token, then masks after each token given to `look_ahead`. None: any token
-        # is allowed.
+        # The mask of the next token, then the masks after each draft given to `look_ahead`; None in
+        # place of a mask: any token is allowed.
         self._masks: list[NDArray[np.uint8] | None] = []
         self._spent_s = 0.0
         self._num_masks = 0
@@ -104,7 +104,7 @@ class GrammarState:
         return token_id
 
     def compute_mask(self) -> None:
-        """Compute which tokens may come next, unless already done; releases the GIL."""
+        """Compute the mask of the next token, unless it is computed already; releases the GIL."""
         if not self.has_mask:
             self._masks = [self._next_bits()]
             self.has_mask = True
@@ -187,7 +187,7 @@ class GrammarState:
 
     @property
     def _must_go_on(self) -> bool:
-        """Return whether the output is within a thought, and an answer must follow the thought."""
+        """Return whether the output is within a thought that an answer must follow."""
         thought = self.thought
         return self._matcher is not None and thought is not None and thought.phase is Phase.OPEN
 
@@ -204,7 +204,7 @@ class GrammarState:
     def _is_of_answer(self, token_id: int) -> bool:
         """Advance the thought by a token.
 
-        Return True if the token is part of the answer instead.
+        Return True if the token is not part of the thought, but of the answer.
         """
         return self.thought is None or not self.thought.accept(token_id)
 
@@ -274,10 +274,10 @@ class MaskMaker(Protocol):
         """Begin to compute a mask; callers must not use the state until `has_mask` is True."""
 
     def wait(self) -> None:
-        """Wait a few milliseconds at most for all masks begun since the last call."""
+        """Wait, a few milliseconds at most, for all masks that were begun since the last call."""
 
     def wait_for_any(self) -> None:
-        """Wait a few milliseconds at most until any pending mask is ready."""
+        """Wait, a few milliseconds at most, until some mask that is being computed is ready."""
 
 
 class MasksAtOnce:
@@ -287,7 +287,7 @@ class MasksAtOnce:
         """Return at once: no thread is needed."""
 
     def begin_mask(self, grammar: GrammarState) -> None:
-        """Compute the mask now."""
+        """Compute the mask at once, in this thread."""
         grammar.compute_mask()
 
     def wait(self) -> None:

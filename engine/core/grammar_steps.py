@@ -81,7 +81,7 @@ class GrammarSteps:
         return end < request.num_tokens
 
     def lacks_mask(self, item: ScheduledRequest) -> bool:
-        """Return whether a part of a step samples a token whose mask is not ready."""
+        """Return whether a request in a step would sample a token whose mask is not ready."""
         if self.may_run(item.request, item.num_scheduled_tokens):
             return False
         request = item.request
@@ -99,7 +99,7 @@ class GrammarSteps:
         scheduled: Sequence[ScheduledRequest],
         after_layer: Callable[[int], None] | None,
     ) -> StepHooks:
-        """Return the hooks of a planned step, which give the worker the masks."""
+        """Return the hooks of a planned step, through which the worker gets grammar masks."""
         if not plan.constrained:
             return StepHooks(after_layer)
         items = {item.request.request_id: item for item in scheduled}

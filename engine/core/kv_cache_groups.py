@@ -31,7 +31,7 @@ DEFAULT_BLOCK_SIZE = 16
 MAX_GROUPS = 8
 MAX_GROUPS_WITH_STATES = 16
 
-# Computes the bytes that one layer stores in a block of the given number of tokens.
+# Type of functions that compute the bytes of one layer in a block of the given number of tokens.
 LayerBytes = Callable[[LayerKV, int], int]
 
 
@@ -123,13 +123,13 @@ def _cut(
 
 
 def _keeps(kv: LayerKV) -> tuple[bool, bool, int]:
-    """Return a sort key: layers that keep most tokens come first, states last."""
+    """Return a key that sorts layers: those that keep most tokens first, states last."""
     retained = kv.retained_tokens
     return isinstance(kv, StateKV), retained is not None, -(retained or 0)
 
 
 def _joined(attention: Sequence[_Kind]) -> _Kind:
-    """Merge all kinds of attention layers into one kind with full attention."""
+    """Merge all kinds of attention layers into a single kind, with full attention."""
     widest = attention[0][0]
     assert isinstance(widest, PagedKV)
     layers = sorted(layer for _, layers in attention for layer in layers)

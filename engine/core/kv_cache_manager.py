@@ -66,7 +66,7 @@ class KVCacheManager:
         self._hasher = hasher
 
     def rename(self, namespace: bytes) -> None:
-        """Empty the prefix cache, and hash new blocks in another namespace.
+        """Empty the prefix cache, and compute later hashes in another namespace.
 
         Args:
             namespace: see `cache_namespace`.
@@ -76,7 +76,7 @@ class KVCacheManager:
             self._hasher = self._hasher.in_namespace(namespace)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks, over all groups, that hold ``num_tokens`` tokens."""
+        """Return the number of blocks, over all groups, that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def num_tokens_held(self, request: Request) -> int:
@@ -290,7 +290,7 @@ class KVCacheManager:
         return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
-        """Release each group's blocks that slid out of its window."""
+        """Release the blocks of a request that slid out of the windows of their groups."""
         self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:

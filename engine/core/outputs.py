@@ -1,4 +1,4 @@
-"""A step's input and output: scheduled requests and their results, for the core and the nodes."""
+"""Input and output of a step: the scheduled requests and their results."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     def may_run_ahead(self) -> bool:
         """Return whether the step may be launched before the step in flight has ended.
 
-        False for a step that computes nothing, or whose penalties, grammars or prompt
-        logprobs need tokens of the step in flight on the host.
+        The result is False if the step computes nothing, or if its penalties, grammars or prompt
+        logprobs need the tokens of the step in flight on the host.
         """
         for item in self.scheduled:
             request = item.request

@@ -111,7 +111,7 @@ class Request:
         started_at: when the request was first scheduled, in seconds of `time.monotonic`.
     """
 
-    # Fields of every request.
+    # Fields that every request needs.
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
@@ -220,7 +220,7 @@ class Request:
         return () if self.images is None else self.images.spans
 
     def can_compute_from(self, num_cached_tokens: int) -> bool:
-        """Return whether this engine can compute the tokens after a cached prefix."""
+        """Return whether this engine has all inputs to compute the tokens after a cached prefix."""
         return self.images is None or self.images.may_compute_from(num_cached_tokens)
 
     @property
@@ -254,7 +254,7 @@ class Request:
         return asks and self.num_output_tokens == 0
 
     def add_in_flight(self, num_tokens: int) -> None:
-        """Count ``num_tokens`` tokens as in flight: a step that computes them was submitted."""
+        """Count ``num_tokens`` tokens as in flight, as a step that computes them was submitted."""
         self.num_tokens_in_flight += num_tokens
         end = self.num_computed_tokens + self.num_tokens_in_flight
         self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
@@ -271,7 +271,7 @@ class Request:
         return None, *taken
 
     def take_siblings(self) -> list[Request]:
-        """Return the siblings that have not ended, and forget all siblings."""
+        """Remove all siblings from this request; return those that have not ended."""
         siblings, self.siblings = self.siblings, []
         return [sibling for sibling in siblings if not sibling.status.is_finished]
 

@@ -136,7 +136,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that this engine prefills; siblings wait until the prompt is computed."""
+        """Queue a request whose prompt this engine computes; its siblings wait for the prompt."""
         self._register(request)
         self._room.queue(request)
         for sibling in request.siblings:
@@ -250,7 +250,7 @@ class Scheduler:
         return request
 
     def fail_all(self, without_numbers: Iterable[str]) -> None:
-        """End the requests whose logits are NaN or infinite.
+        """End the requests in ``without_numbers``, whose logits are NaN or infinite.
 
         Call before `update`, which then ignores these requests' results.
         """
@@ -271,7 +271,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of requests that wait for a step; parked ones are not counted."""
+        """Return the number of requests that wait for a step, without parked requests."""
         return len(self._room)
 
     @property
@@ -351,7 +351,7 @@ class Scheduler:
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
-        """Return the plan of a step for the workers, and the step's hooks.
+        """Return the plan of a step for the workers, and the hooks of this step.
 
         Call right before `begin_step`.
         """
@@ -370,7 +370,7 @@ class Scheduler:
             item.request.add_in_flight(item.num_scheduled_tokens)
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
-        """Write the oldest step's result into its requests and end those that are done."""
+        """Write the result of the oldest step into its requests; end the requests that are done."""
         outputs, finished = list[RequestDelta](), list[Request]()
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
         manager, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
@@ -476,7 +476,7 @@ class Scheduler:
             if request.grammar is not None and not self.grammars.may_run(request, num_tokens):
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
-            fits = target * num_groups <= len(request.block_ids) * block_size  # usually true
+            fits = target * num_groups <= len(request.block_ids) * block_size  # mostly true
             if not fits and not self._allocate_or_preempt(request, target):
                 if self._num_steps_in_flight:
                     return None
@@ -508,7 +508,7 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Start waiting requests, each after its cached prefix."""
+        """Start waiting requests, each at the end of its cached prefix."""
         max_num_running = self._max_num_requests
         while (
             min(budget, self._num_prefill_tokens_left) > 0 and len(self._running) < max_num_running
@@ -581,10 +581,10 @@ class Scheduler:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-            if request.request_id in self.drafts.kept:  # the request's drafts are out of date
+            if request.request_id in self.drafts.kept:  # its drafts would be out of date
                 return 0
         if missing == 1:
-            if self._num_decodes_left <= 0:  # left for the next micro-batch
+            if self._num_decodes_left <= 0:  # in a later micro-batch
                 return 0
             return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left

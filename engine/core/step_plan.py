@@ -31,7 +31,7 @@ SHARE = 4  # numbers per request in `StepPlan.shares`
 
 
 class NewRow(msgspec.Struct, frozen=True, gc=False):
-    """Assign a row to a new request; the row then has no blocks.
+    """Tells the worker to assign a row to a new request; the row then has no blocks.
 
     Attributes:
         token_ids: all known tokens, if sampling depends on them; else empty. The worker appends
@@ -57,7 +57,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Append blocks to a row; block ids are interleaved over groups."""
+    """Tells the worker to append blocks to a row; block ids are interleaved over groups."""
 
     row: int
     block_ids: list[int]
@@ -129,7 +129,7 @@ class StepPlanner:
         self._has_next_tokens = has_next_tokens
 
     def plan(self, scheduled: Sequence[ScheduledRequest], num_drafts: int = 0) -> StepPlan:
-        """Make a step's plan; call after the previous step has been planned and begun.
+        """Make the plan of a step; call after the previous step was planned and begun.
 
         This is the only loop over requests that runs in every step, once per output token.
         """
@@ -174,7 +174,7 @@ class StepPlanner:
         )
 
     def leave(self, request: Request) -> None:
-        """Free a request's row, if any; if the request runs again, it gets a new row."""
+        """Free the row of a request, if it has one; a request that runs again gets a new row."""
         if request.row >= 0:
             self._free_rows.append(request.row)
             request.row, request.num_planned_blocks = -1, 0

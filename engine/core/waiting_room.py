@@ -79,7 +79,7 @@ class WaitingQueue:
         return self._requests.pop()
 
     def leave(self, request: Request) -> None:
-        """Note that a queued request has ended."""
+        """Do nothing yet: an ended request is removed at the front or the back of the queue."""
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over the requests that wait, in queue order."""
@@ -87,7 +87,7 @@ class WaitingQueue:
 
 
 class RankedQueue(WaitingQueue):
-    """Waiting requests in order of rank; an ended request is removed at once, wherever it is."""
+    """Waiting requests in order of rank; an ended request is removed at once from any place."""
 
     def __init__(self) -> None:
         # by falling rank, so that removing the next request is cheap

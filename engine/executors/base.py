@@ -63,7 +63,7 @@ class Executor(Protocol):
         """Start the workers and load the model; raises ModelLoadError or ConfigError."""
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
-        """Submit a step, to run after all submitted ones."""
+        """Submit a step, which runs after all steps that were submitted before."""
 
     def check_adapter(self, files: AdapterFiles) -> None:
         """Raise AdapterError unless an adapter fits the model; safe from any thread."""

@@ -31,7 +31,7 @@ def device_of_rank(
     Args:
         config: options of all ranks.
         rank: number of the rank.
-        environment: variables that a launcher set; None: variables of this process.
+        environment: environment variables that a launcher set; None: those of this process.
 
     Raises:
         ConfigError: the machine has too few GPUs for its ranks, or lacks a GPU of ``devices``.

@@ -92,7 +92,7 @@ class ExternalLauncherExecutor(RanksExecutor):
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())
-        # kept open, because other ranks use both sockets while this rank lives
+        # Keep both sockets open, because other ranks use them while this rank lives.
         self._stores = meeting, store
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)

@@ -35,7 +35,7 @@ from models.parallel.torch_group import host_store
 logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
-_HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
+_HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, number of the rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
 # Maximum number of open connections that have not sent a key yet; each of them needs a thread.
@@ -104,7 +104,7 @@ class RemoteRank:
 
 
 class Meeting:
-    """The engine process's listener, to which all ranks connect.
+    """The listener of the engine's process, to which all other ranks connect.
 
     Args:
         host: name or address of this machine that the ranks can reach.

@@ -181,7 +181,7 @@ def _ignore(layer: int) -> None:
 
 
 def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozenset[int]) -> None:
-    """Run a function on a new thread; an exception ends this process, and with it all ranks.
+    """Run a function on a new thread; its exception ends this process, and so all ranks.
 
     Args:
         cores: cores of all ranks, where the thread may run, because the leader's thread may occupy
@@ -192,7 +192,7 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
 
     def run() -> None:
         bind(cores)
-        make_current(worker.device)  # libraries bind to the current device of the calling thread
+        make_current(worker.device)  # libraries use the thread's current device
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:
@@ -215,7 +215,7 @@ def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: 
     until_over()
     if meeting.is_dir():
         shutil.rmtree(meeting, ignore_errors=True)
-    if not done.wait(_ABORT_GRACE_S):  # the process may be exiting already
+    if not done.wait(_ABORT_GRACE_S):  # give the process time to exit by itself
         os._exit(1)
 
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 STOPPED = ("T", "t")  # states in /proc/PID/stat: stopped by a signal, by a debugger
-WAS_STOPPED = b"T"  # message on the life line
+WAS_STOPPED = b"T"  # message that reports a stop
 _LOOK_EVERY_S = 0.2
 _MOST_LOOKS = 2
 

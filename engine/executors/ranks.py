@@ -96,7 +96,7 @@ class OtherRanks:
                 return
 
     def send(self, message: Step | Call | Attach) -> None:
-        """Send a message to all ranks."""
+        """Send a message to all these ranks."""
         content = ENCODER.encode(message)
         for rank in self.ranks:
             rank.messages.send_bytes(content)
@@ -156,7 +156,7 @@ class _Pending:
         self._step, self._ranks = step, ranks
 
     def wait(self) -> Any:
-        """Implement `PendingStep.wait`."""
+        """Wait for the leader's part of the step; see `PendingStep.wait`."""
         with self._ranks.failing_as_one():
             return self._step.wait()
 
@@ -273,7 +273,7 @@ class RanksExecutor:
         """Do nothing: ranks do not lend cores to other nodes."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Return False, because ranks do not populate memory ahead."""
+        """Return False: several ranks never populate KV memory ahead of use."""
         return False
 
     def check_health(self) -> None:

@@ -23,7 +23,7 @@ _PLACEMENT_TIMEOUT_S = 120.0
 
 
 class RankActor:
-    """A rank as a Ray actor."""
+    """The Ray actor that runs one rank."""
 
     def serve(self, invitation: bytes, rank: int) -> None:
         """Serve as a rank until the engine has ended."""

@@ -1,4 +1,4 @@
-"""UniprocExecutor: one worker in this process."""
+"""UniprocExecutor: runs one worker in this process, perhaps on a thread of its own."""
 
 from __future__ import annotations
 

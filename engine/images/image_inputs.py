@@ -47,7 +47,7 @@ class ImageInputs:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether some request waits until its images are decoded."""
+        """Return whether some request waits for its images to be decoded."""
         return self._pixels is not None and self._pixels.is_busy
 
     def of_prompt(
@@ -83,7 +83,7 @@ class ImageInputs:
             self._pixels.start()
 
     def submit(self, images: PromptImages) -> None:
-        """Start decoding images; a later `pass_on` lets their requests continue."""
+        """Start decoding the images of a prompt; a later `pass_on` lets its requests continue."""
         assert self._pixels is not None, "`of_prompt` refuses images"
         self._pixels.submit(images)
 
@@ -103,7 +103,7 @@ class ImageInputs:
         fail_images(scheduler, output.failed_images)
 
     def wait(self) -> None:
-        """Wait until some request's images may have been decoded."""
+        """Wait until some image is decoded, if any is being decoded."""
         if self._pixels is not None:
             self._pixels.wait()
 

@@ -90,7 +90,7 @@ class PixelMaker:
         self._begin_more()
 
     def take_ready(self) -> list[tuple[PromptImages, BatonError | None]]:
-        """Return the prompts completed since the last call: with pixel values, or with an error."""
+        """Return the prompts that got their pixel values, or an error, since the last call."""
         while self._results:
             self._share(*self._results.popleft())
         if self._waiting:
@@ -182,7 +182,7 @@ class PixelMaker:
             self._ready.append((images, None))
 
     def _keep(self, digest: bytes, pixels: ImagePixels) -> None:
-        """Keep pixel values for later prompts; evict those used longest ago."""
+        """Keep pixel values for later prompts; evict the least recently used ones."""
         self._kept[digest] = pixels
         self._kept.move_to_end(digest)
         num_bytes = sum(one.num_bytes for one in self._kept.values())

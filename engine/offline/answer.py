@@ -99,7 +99,7 @@ class Answer:
             )
 
     def end_early(self, error: BatonError | None = None) -> None:
-        """End the answer with the tokens so far.
+        """End the answer early, with the tokens that it has so far.
 
         Args:
             error: why the engine cannot continue; None: the caller cancelled the request.

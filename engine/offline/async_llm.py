@@ -192,7 +192,7 @@ class AsyncLLM:
         # New calls are held back while the engine is changed, and while it sleeps.
         self._held: list[_Held] = []
         self._holds = False
-        self._current: object | None = None  # the change in progress, if any
+        self._current: object | None = None  # the change in progress; None: no change
         engine = self.engine
         setup = self._llm.pooling_setup
         self._pooling = OfflinePooling(
@@ -277,8 +277,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[TextDelta, None]:
         """Complete one prompt, piece by piece.
 
-        Raises the errors of `generate`, on the first iteration. The pieces of several outputs
-        (``SamplingParams.n``) are interleaved. Cancelling the task or closing the iterator
+        On the first iteration, it raises the errors that `generate` raises. The pieces of several
+        outputs (``SamplingParams.n``) are interleaved. Cancelling the task or closing the iterator
         (``aclose``) aborts the request.
         """
         params = sampling_params or SamplingParams()
@@ -360,7 +360,7 @@ class AsyncLLM:
         that, new requests wait and begin with the new weights. See `LLM.update_weights`.
 
         Args:
-            source: as for `LLM.update_weights`.
+            source: where the new weights are; see `LLM.update_weights`.
             when: what happens to open requests once the new weights are loaded. ``drain``: they
                 finish with the old weights. ``abort``: they end with the tokens so far.
 
@@ -377,7 +377,7 @@ class AsyncLLM:
             raise
 
     async def pause(self) -> None:
-        """Compute nothing until `resume`: open requests are suspended, and new requests wait."""
+        """Compute nothing until `resume`: open requests stand still, and new requests wait."""
         await self._thread.ask(self._llm.pause)
 
     async def resume(self) -> None:
@@ -416,7 +416,7 @@ class AsyncLLM:
     def _make_call(
         self, prompt: Prompt, params: SamplingParams, adapter: str, priority: int, *, streams: bool
     ) -> _Call:
-        """Check a prompt and make its call; raises InvalidRequestError if a value is wrong."""
+        """Check a prompt, and make its call; raises InvalidRequestError if a value is wrong."""
         make = self._llm._make_choices
         requests = make(prompt, params, adapter, priority, compiles_grammar=False)
         return _Call(requests, streams=streams)
@@ -512,7 +512,7 @@ class AsyncLLM:
             self._thread.call(functools.partial(self._end_change, change))
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds on the engine's thread."""
+        """Wait until a condition, which the engine's thread checks between steps, is true."""
         while not await self._thread.ask(condition):  # noqa: ASYNC110  # asked between steps
             await asyncio.sleep(_POLL_S)
 
@@ -560,7 +560,7 @@ class AsyncLLM:
             self._end_pool(pool, why)
 
     def _end_pool(self, pool: _Pool, error: BatonError) -> None:
-        """Abort pooled requests, and raise an error in the thread that waits for them."""
+        """Abort a round of pooled requests, and raise an error in the thread that waits for it."""
         for pools in (self._pools, self._held_pools):
             if pool in pools:
                 pools.remove(pool)

@@ -74,7 +74,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
 
 
 def _image_of(part: Mapping[str, Any]) -> Any:
-    """Return the image of a message part, or None."""
+    """Return the image that a part of a message has; None: the part has no image."""
     match part:
         case {"type": "image", "image": image}:
             return image

@@ -404,7 +404,7 @@ class LLM:
         self._let_adapter_leave(digest)
 
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
-        """Unload an adapter unless another name still refers to it."""
+        """Unload the adapter with this digest, unless another name still refers to it."""
         is_named = any(one.digest == digest for one in self._adapters.values())
         if not is_named and digest in self.engine.adapters.digests:  # else it is unloaded already
             self.engine.adapters.unload(digest)
@@ -468,7 +468,7 @@ class LLM:
             for request in requests:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
-                self._step()  # end the step in flight
+                self._step()  # else no later call may end this step
 
     @property
     def weights(self) -> str:
@@ -577,7 +577,7 @@ class LLM:
             raise InvalidRequestError("when", problem)
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
-        """Submit a prompt's requests to the engine."""
+        """Submit the requests of one prompt to the engine; return their answers, still empty."""
         answers = []
         for index, request in enumerate(choices):
             answer = Answer(
@@ -603,7 +603,7 @@ class LLM:
         self.engine.abort(request_id)
 
     def abort_answer(self, request_id: str) -> None:
-        """End a request with the tokens so far; do nothing if it has ended."""
+        """End a request with the tokens that it has so far; do nothing if it has ended."""
         answer = self._answers.get(request_id)
         if answer is not None:
             answer.end_early()
@@ -779,7 +779,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _check_adapter_name(name: object) -> None:
-    """Raise InvalidRequestError for a name that is empty, too long or not printable."""
+    """Raise InvalidRequestError if a name is empty, too long or not printable."""
     if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable()):
         problem = f"must have a name of 1 to {_MAX_NAME_CHARS} printable characters"
         raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")

@@ -1,4 +1,4 @@
-"""OfflinePooling: embeddings, scores and labels of one engine, for `LLM`."""
+"""OfflinePooling: computes embeddings, scores and labels with one engine, for `LLM`."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class OfflinePooling:
     """Computes embeddings, scores and labels of texts with one engine.
 
     Args:
-        setup: what the checkpoint can compute.
+        setup: which embeddings, scores or labels the checkpoint can compute.
         tokenizer: the checkpoint's tokenizer; None: inputs must be token ids.
-        run: runs requests until all have ended.
+        run: runs pooled requests until all have ended.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class OfflinePooling:
         ]
 
     def _compare(self, pairs: Sequence[tuple[str, str]], adapter: str) -> list[Score]:
-        """Return the cosine of each pair's two embeddings; each text is embedded once."""
+        """Return the cosine of the two embeddings of each pair; embed each different text once."""
         names = [name if name in self.setup.prompts else None for name in ("query", "document")]
         texts = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
         found = [
@@ -171,7 +171,7 @@ class OfflinePooling:
     # ------------------------------------------------------------------ inside
 
     def _pool(self, prompts: Sequence[list[int]], adapter: str) -> list[PooledAnswer]:
-        """Check all prompts, then run one request per prompt."""
+        """Check all prompts, then run one request per prompt; return the results."""
         engine, config = self._engine, self._engine.model_config
         params = params_of(self.setup, self._answer_ids())
         check_pooling_params(params, vocab_size=config.vocab_size, num_labels=config.num_labels)
@@ -223,7 +223,7 @@ class OfflinePooling:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _answer_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens for yes and no, if the task needs them."""
+        """Return the ids of the tokens for yes and no for a reranker, else none."""
         if self.setup.task is not PoolingTask.RERANK:
             return ()
         return self.setup.answer_ids or self._needed_tokenizer().answer_ids()

@@ -22,7 +22,8 @@ LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
 # the best token.
 LEAST_TOP_P = 1e-30
 
-# Arrays begin at multiples of this number of 4-byte words, as Triton compiles for aligned pointers.
+# Arrays begin at multiples of this number of 4-byte words, because Triton compiles other kernels
+# for pointers without this alignment.
 _ALIGNED_WORDS = 4
 
 # Names and types of the kernel's parameters, each `[num_requests]`; keys are `[num_requests, 2]`.
@@ -74,7 +75,8 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         logits: `[num_requests, vocab_size]`, of any floating dtype.
         tensors: tensors that `PARAMETER_TYPES` names, on the same device.
     """
-    # Imported late: Triton is slow to import, and decides at import whether to interpret kernels.
+    # Import late, because Triton is slow to import, and decides at its import whether kernels are
+    # interpreted.
     from baton_kernels.triton.sampling.tokens import sample_tokens
 
     return sample_tokens(

@@ -191,7 +191,7 @@ class GrammarCompiler:
         output_token_ids: Sequence[int] = (),
         caller: str = "",
     ) -> Outcome:
-        """Compile a grammar, advance its state by an output, and compute its mask."""
+        """Compile a grammar, advance a new state by the output so far, and compute its mask."""
         try:
             matcher = await asyncio.shield(self._compile(structured_output, caller))
             return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
@@ -256,7 +256,7 @@ class GrammarCompiler:
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
         """Run a function on a compiling thread; the grammar library releases the GIL meanwhile."""
-        before = threading.stack_size(_STACK_BYTES)  # applies to threads started after this line
+        before = threading.stack_size(_STACK_BYTES)  # for threads started after this line
         try:
             future = self._threads.submit(make)
         finally:
@@ -277,7 +277,7 @@ class GrammarCompiler:
     # ------------------------------------------------------------------ threads
 
     def _on_loop(self, doing: Coroutine[Any, Any, Made]) -> Future[Made]:
-        """Run a coroutine on the worker processes' event loop."""
+        """Run a coroutine on the event loop that serves the worker processes."""
         return asyncio.run_coroutine_threadsafe(doing, self._start())
 
     def _start(self) -> asyncio.AbstractEventLoop:

@@ -130,11 +130,11 @@ def _draw_chunk(
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # a possible winner's bound must exceed this exact score
+    likely = bounds.argmax(axis=1)  # only tokens whose bound exceeds this one's exact score may win
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):
-        # Ten times the rounding error of the bounds.
+        # A margin of ten times the rounding error of the bounds.
         rounding = 1e-4 * temperatures + 1e-6 * np.abs(reached)
         least = reached - rounding - offsets
     index = np.flatnonzero(bounds >= least[:, None].astype(bounds.dtype))
@@ -160,7 +160,7 @@ def _score_bounds(
     bounds[...] = scratch.view(np.int32)
     slopes = temperatures * math.log(2)
     bounds *= (slopes * -(2.0**-23)).astype(np.float32)[:, None]
-    # Penalties may have produced float64 logits beyond the range of float32.
+    # Add in the logits' dtype: penalties may have made float64 logits beyond the range of float32.
     sums = np.add(bounds, logits, out=bounds if logits.dtype == np.float32 else None)
     return sums, slopes * _BITS_OFFSET
 
@@ -216,10 +216,10 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
 
 
 def _shifted(words: Tensor, num_bits: int) -> Tensor:
-    """Shift words to the right, filling with zeros."""
+    """Shift int32 words to the right; zeros come in from the left."""
     return (words >> num_bits).bitwise_and_(2 ** (32 - num_bits) - 1)
 
 
 def _signed(word: int) -> int:
-    """Return the int32 with the same bits as an unsigned word."""
+    """Return the int32 that has the same bits as an unsigned 32-bit word."""
     return word - 2**32 if word >= 2**31 else word

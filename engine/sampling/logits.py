@@ -28,7 +28,7 @@ def adjust_logits(
     requests: Sequence[RequestSnapshot],
     allowed_bits: Mapping[int, NDArray[np.uint8]] = MappingProxyType({}),
 ) -> Tensor:
-    """Apply penalties, biases, bans and grammars; `[num_requests, vocab_size]` in and out.
+    """Apply requests' penalties, biases, bans and grammars; `[num_requests, vocab_size]`.
 
     Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty and
     logit bias: as in the OpenAI API.
@@ -82,7 +82,7 @@ def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
     if allowed is not None:
         row.masked_fill_(~allowed, -torch.inf)
     if request.num_output_tokens < params.min_tokens:
-        # A checkpoint may name end tokens that are not in its vocabulary.
+        # Ignore end tokens that the checkpoint names, but that are not in its vocabulary.
         ends = [token_id for token_id in request.stop_token_ids if token_id < len(row)]
         without_ends = row.index_fill(0, _index(ends, row), -torch.inf)
         row.copy_(torch.where(without_ends.isfinite().any(), without_ends, row))
@@ -92,7 +92,7 @@ def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, 
     """Unpack the bits of tokens that grammars allow into one mask per row: `[vocab_size]` bool."""
     if not bits:
         return {}
-    # Unpack on the device, as packed bits are an eighth of the bytes to copy.
+    # Unpack the bits on the device, because packed bits are an eighth of the bytes to copy.
     packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
     values = torch.arange(256, device=logits.device).unsqueeze(1)
     unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]

@@ -66,7 +66,7 @@ def compute_prompt_logprobs(
     compute_logits: Callable[[range], Tensor],
     prompt_rows: Sequence[PromptRows],
 ) -> dict[str, PromptLogprobs]:
-    """Return the logprobs of each chunk, by request id.
+    """Return the logprobs of each chunk's prompt tokens, by request id.
 
     Args:
         compute_logits: returns the logits of some of the step's tokens, `[n, vocab_size]`.

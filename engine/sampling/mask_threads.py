@@ -17,8 +17,8 @@ NUM_THREADS = 2
 # Maximum number of seconds per step that the engine's thread waits for the masks of the previous
 # step.
 WAIT_S = 0.004
-# Maximum number of seconds that the engine's thread waits for masks, when nothing else can run,
-# before it looks for new requests.
+# Maximum number of seconds that the engine's thread waits for masks, if no request can run without
+# them, before it looks for new requests.
 IDLE_WAIT_S = 0.01
 # A grammar whose latest mask took less than `CHEAP_S` seconds gets its next mask on the engine's
 # thread, as starting another thread would take longer; the engine's thread spends at most
@@ -54,7 +54,7 @@ class MaskThreads:
             weakref.finalize(self, _stop, self._work)
 
     def begin_mask(self, grammar: GrammarState) -> None:
-        """Compute a mask now if it is likely cheap, else on a thread."""
+        """Compute a mask now if it probably takes little time, else on another thread."""
         if grammar.mask_s < CHEAP_S and self._left_s > 0:
             began_at = time.thread_time()
             grammar.compute_mask()

@@ -53,7 +53,8 @@ class WordTable:
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
         self._pairs = self._words.view(np.uint64).reshape(-1)  # the memory of `_words`, as uint64
-        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # first position of each row
+        # position of each row's first word
+        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)
 
     def clear(self, row: int) -> None:
         """Empty a row, because another request gets it."""
@@ -67,7 +68,7 @@ class WordTable:
     ) -> npt.NDArray[np.uint32]:
         """Return `counter_words` of seeds and positions; all are `[n]`.
 
-        A row may occur several times in succession, with ascending positions.
+        A row may occur several times in ``rows``, in succession and with ascending positions.
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():

@@ -28,7 +28,7 @@ from engine.sampling.sampler import least_kept, sample
 from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
-_KEEP, _AGAIN, DRAFT = range(3)  # purposes of random words
+_KEEP, _AGAIN, DRAFT = range(3)  # purposes of random words, see `salted`
 _BEYOND = 2**31  # larger than any token id
 
 
@@ -92,7 +92,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     if not len(again):
         return drafts
     rest = np.maximum(target[again] - proposed[again], 0.0)
-    # `target` and `proposed` both sum to 1, so a row of `rest` is all 0 only by rounding.
+    # As `target` and `proposed` both sum to 1, a row of `rest` can be all 0 only by rounding.
     nothing = rest.sum(axis=1) == 0
     rest[nothing] = target[again[nothing]]
     with np.errstate(divide="ignore"):

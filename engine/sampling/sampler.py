@@ -64,7 +64,8 @@ def sample(
     bits = {
         index: mask
         for index, row in enumerate(sampling.adjusted)
-        for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)  # at most one per row
+        # at most one mask per row
+        for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)
     }
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()), bits)
     token_ids[adjusted] = choose(changed, parameters[adjusted], keys[adjusted])
@@ -119,7 +120,8 @@ def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Wo
     # Other dtypes are not converted, because the kernel adds a converted row in another order,
     # which would change the rounding.
     if logits.dtype == torch.float64:
-        # A large penalty may give numbers beyond float32's range, which must not become infinity.
+        # A large penalty may give values beyond the range of float32, which must not become
+        # infinity.
         logits = logits.clamp(max=torch.finfo(torch.float32).max).float()
     token_ids: TokenIds = sample_on_device(logits, tensors).cpu().numpy()
     return token_ids
@@ -239,7 +241,7 @@ def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> 
 def _total_weight(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
     """Return the sum of `_weights` over the vocabulary: `[num_requests]`."""
     temperatures = torch.from_numpy(_temperatures(parameters)).to(logits).unsqueeze(1)
-    # The best token's weight is 1, so its softmax probability is the reciprocal of the total.
+    # The weight of the best token is 1, so its probability is the reciprocal of the total weight.
     shares = (logits / temperatures).softmax(dim=-1)
     best: Floats = shares.amax(dim=-1).double().cpu().numpy()
     return 1 / best

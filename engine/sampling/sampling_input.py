@@ -28,7 +28,7 @@ PARAMETERS = np.dtype(
 
 
 def parameters_row(new: NewRow) -> tuple[object, ...]:
-    """Return a request's row of `PARAMETERS`."""
+    """Return the sampling parameters of a request as one entry of dtype `PARAMETERS`."""
     params = new.sampling_params
     return (
         params.temperature,
@@ -113,5 +113,5 @@ class SamplingInput:
 
     @property
     def needs_host(self) -> bool:
-        """Return whether the host must sample, because the GPU kernel lacks a needed feature."""
+        """Return whether the host must sample: the kernel lacks logit adjustments and logprobs."""
         return bool(self.adjusted) or self.wants_logprobs

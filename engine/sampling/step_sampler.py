@@ -26,7 +26,7 @@ Proposed = Mapping[int, Floats]  # by row: its draft's distribution
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Draws a step's tokens, on the device or the host with equal results.
+    """Draws the tokens of a step, on the device or on the host, with equal results.
 
     Tokens with penalties, grammars or logprobs are drawn on the host.
 
@@ -118,7 +118,7 @@ class LaunchedStep:
     pooled: Mapping[str, Tensor] = field(default_factory=dict)
 
     def wait(self) -> ModelRunnerOutput:
-        """Wait until KV and tokens are computed; return the result."""
+        """Wait until the step's KV and tokens are computed; return the result."""
         if self.done is not None:
             self.done.synchronize()
         output, sampled = self.output, self.output.sampled_token_ids

@@ -29,7 +29,7 @@ _MEMORY = 0.93  # decay of one request's acceptance rate, per checked draft
 _MEMORY_OF_ALL = 0.99  # decay of the acceptance rate of all requests, per checked draft
 _PRIOR_WEIGHT = 2.0  # weight, in drafts, of all requests' rate in one request's rate
 _FIRST_PRIOR = 0.7
-_FIRST_TRIED = 8  # first steps with drafts, which record tapes; their times are ignored
+_FIRST_TRIED = 8  # times of so many first steps with drafts, which record tapes, are ignored
 TRY_AFTER = 512  # steps without drafts until a trial; doubles after each trial
 TRY_AT_LEAST = 8192  # maximum of this growing number of steps
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
@@ -100,7 +100,7 @@ class StepCosts:
         sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
             return np.ones(len(num_tokens))
-        # A larger step cannot be faster, so the smaller step was measured in a slow moment.
+        # A larger step cannot be faster: if it was, the smaller step was measured in a slow moment.
         costs = np.minimum.accumulate(costs[::-1])[::-1]
         found: NDArray[np.float64] = np.interp(num_tokens, sizes, costs)
         if len(sizes) > 1:
@@ -117,7 +117,7 @@ class DraftingCosts:
     """Measured seconds of making drafts, by number of drafts and of requests."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, StepCosts] = {}  # by number of drafts
+        self._costs: dict[int, StepCosts] = {}  # by number of drafts, then of requests
         self._num_noted = 0
 
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:

@@ -79,7 +79,7 @@ class Speculation:
         self._trials = Trials()
         self._to_draft = (0, 0, 0)  # drafts per request, requests, steps left
         self._known: dict[str, Request] = {}  # requests that the proposer may know
-        self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts after the known tokens
+        self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts, verified or not, by request
         self._acceptance: dict[str, Acceptance] = {}
         self._acceptance_of_all = Acceptance.of_all()
         self._costs = StepCosts()
@@ -234,7 +234,7 @@ class Speculation:
         if not self._adaptive or not drafts or self._tries_one_more:
             return drafts
         if not self._costs.is_fresh(num_rows, self._gain):
-            return {}  # measure a step without drafts first
+            return {}  # first measure steps without drafts
         prior = self._acceptance_of_all.rate()
         unknown = Acceptance()
         rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]

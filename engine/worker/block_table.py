@@ -44,8 +44,8 @@ class BlockTable:
         sliding_window: int | None = None,
     ) -> None:
         self.num_changes = 0
-        self._num_blocks = [0] * max_num_requests  # number of blocks, by row
-        self._num_null = [0] * max_num_requests  # number of leading null blocks, by row
+        self._num_blocks = [0] * max_num_requests  # number of blocks in each row
+        self._num_null = [0] * max_num_requests  # number of leading null blocks in each row
         self._block_size = block_size
         self._group = group
         self._num_groups = num_groups

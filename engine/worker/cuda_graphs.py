@@ -39,9 +39,9 @@ CAPTURABLE_BACKENDS = (
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """Return the captured numbers of requests: 1, 2, 4, 8, every 8th up to 256, every 16th after.
+    """Return the sizes to capture: 1, 2, 4, 8, every 8th up to 256, every 16th after.
 
-    The last number is ``most``.
+    Sizes are numbers of requests; the last one is ``most``.
     """
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16))
     return (*(size for size in sizes if size < most), most)
@@ -92,7 +92,7 @@ class GraphContext:
 
 
 class Graphs(Protocol):
-    """Captured steps of one kind."""
+    """The graphs of one kind of step, for all captured sizes."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Replays(Generic[AnyGraphs]):
 
 
 class StepGraphs:
-    """The captured sizes of decode steps, and the outputs of the latest replay.
+    """The graphs of decode steps, for all captured sizes, and the outputs of the latest replay.
 
     Args:
         context: the model and its cache.
@@ -179,7 +179,7 @@ class StepGraphs:
         return tuple(sorted(self._replays))
 
     def capture(self, size: int) -> None:
-        """Capture a size; call with larger sizes first."""
+        """Capture a decode step of ``size`` requests; call with larger sizes first."""
         self._replays[size] = self._capture(self._body(size))
 
     def replay(self, staged: ReplayStep) -> tuple[Tensor, Tensor]:

@@ -79,10 +79,10 @@ def make_current(device: torch.device) -> None:
 
 
 def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
-    """Raise ConfigError if PyTorch would allocate GPU memory that no other process can map.
+    """Raise ConfigError if PyTorch is set to allocate GPU memory that cannot be shared.
 
-    NIXL can share only memory from ``cudaMalloc`` with peers on the same machine (CUDA IPC);
-    PyTorch's expandable segments come from another function.
+    NIXL can share only memory from ``cudaMalloc`` with other processes on the same machine (CUDA
+    IPC); PyTorch's expandable segments come from another function.
     """
     for option in _ALLOCATOR_OPTIONS:
         if re.search(r"expandable_segments\s*:\s*true", environment.get(option, ""), re.IGNORECASE):
@@ -97,7 +97,7 @@ def choose_dtype(
     """Return the dtype of weights and computation.
 
     Args:
-        name: an option's value; "auto" lets the device and the checkpoint decide.
+        name: value of the option ``dtype``; "auto" lets the device and the checkpoint decide.
         has_bfloat16: whether the CPU has instructions that multiply bfloat16.
     """
     if name == "auto":
@@ -201,7 +201,7 @@ def without_images_if_needed(
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
     own = WeightFormat.of(dtype)
     if own is not None and own.value == weights:
-        return None  # torch's format
+        return None  # keep PyTorch's format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
             f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"

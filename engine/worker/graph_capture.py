@@ -26,7 +26,7 @@ AnyReplays = Replays[StepGraphs] | Replays[ChunkGraphs]
 
 
 class CaptureError(Exception):
-    """A step cannot be captured; the message says why. The engine continues without graphs."""
+    """Says why a step cannot be captured; the engine then works without graphs."""
 
 
 @functools.cache
@@ -61,7 +61,7 @@ class DeviceCapture:
         self._stream = capture_stream(torch.cuda.current_device())
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Implement `cuda_graphs.Capture`."""
+        """Capture a body as one graph; return its replay (see `cuda_graphs.Capture`)."""
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as those of a connector, may use the device during the capture.
@@ -75,7 +75,7 @@ class DeviceCapture:
         return graph.replay
 
     def pieces(self, body: Callable[[Callable[[], None]], None]) -> tuple[Callable[[], None], ...]:
-        """Implement `chunk_graphs.CapturePieces`."""
+        """Capture a body as several graphs (see `chunk_graphs.CapturePieces`)."""
         self._warm_up(lambda: body(_go_on))
         graphs = [torch.cuda.CUDAGraph()]
 
@@ -84,7 +84,7 @@ class DeviceCapture:
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(self._pool, "thread_local")
 
-        # Like `torch.cuda.graph`, except that a graph may end in the middle of a call.
+        # This does what `torch.cuda.graph` does, but a graph may end in the middle of a call.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         try:
@@ -198,7 +198,7 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     runner = make_runner()
     free_inputs = _free_bytes()
     needed = max(free_before - free_inputs, 0)
-    try:  # the engine logs the failure later, when it captures
+    try:  # a failure is logged later, at the real capture
         needed += _measure_kind(runner.decode_graphs, DeviceCapture)
         needed += _measure_kind(runner.chunk_graphs, lambda: DeviceCapture().pieces)
     except CaptureError:

@@ -78,7 +78,7 @@ class GraphInputs:
         self._capacity = capacity = self.sizes[-1]
         self._max_blocks, self._max_seq_len = max_blocks, max_seq_len
         self._spare_row = num_rows
-        self._num_rows = -(-(num_rows + 1) // 2) * 2  # a multiple of 16 bytes
+        self._num_rows = -(-(num_rows + 1) // 2) * 2  # so that the bytes are a multiple of 16
         sizes_of = self._section_sizes(num_groups)
         num_bytes = _Sections.num_bytes(sizes_of)
         pin = device.type == "cuda"

@@ -156,7 +156,7 @@ class KVCacheSpec:
 
     @property
     def _plain(self) -> tuple[int, ...] | None:
-        """Return ``(layers, *shape)`` if all layers keep one array of equal shape, else None."""
+        """Return ``(layers, *shape)`` if every layer keeps one array of this shape, else None."""
         manifest = self.manifest
         first, *others = manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):

@@ -98,7 +98,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
         # Count mapped pages of weight files as used, although the system counts them as available:
         # every step reads them.
         used += model.mapped_bytes
-        # All ranks share the CPU's memory.
+        # All ranks share the CPU's memory: this rank leaves the others their parts.
         used += (total - used) * (everyone.size - 1) // everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(

@@ -206,7 +206,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """Queue the copy of the sampled tokens to the host; return the launched step."""
+        """Queue the copy of sampled tokens from device to host; return the launched step."""
         on_host = None
         if token_ids is not None:
             self._sampled.rotate(-1)
@@ -228,7 +228,7 @@ class ModelRunner:
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
-        """Sample on the host; return the finished step, and the tokens on the device."""
+        """Sample on the host; return the finished step, and its tokens on the device."""
         sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
             logits, sampling, hooks, prompt_logprobs, self.extras.draft_distributions

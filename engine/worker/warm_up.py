@@ -46,7 +46,7 @@ def warm_up(loaded: LoadedModel, max_model_len: int) -> None:
 
 
 def compute_dummies(loaded: LoadedModel, steps: Iterable[StepPlan]) -> list[ModelRunnerOutput]:
-    """Compute steps on a temporary cache; return their outputs."""
+    """Compute dummy steps on a temporary KV cache; return their outputs."""
     steps = list(steps)
     longest = max(
         start + num_tokens

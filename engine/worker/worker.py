@@ -1,4 +1,4 @@
-"""Worker: one device with its model, KV memory, rows and graphs.
+"""Worker: runs a model on one device, with its KV memory, input rows and graphs.
 
 Refuses to know: requests, schedulers, the meaning of a plan.
 """
@@ -143,7 +143,7 @@ class Worker:
         backends = choose_backends(spec, config, device, model.config)
         loaded = LoadedModel(model, spec, config, device, backends, ranks)
         num_blocks = choose_num_blocks(spec, config, lambda: measure_kv_cache_bytes(loaded))
-        if ranks.everyone.size > 1:  # the smallest number over all ranks
+        if ranks.everyone.size > 1:  # use the smallest number of all ranks
             rooms = ranks.everyone.all_gather(torch.tensor([num_blocks], device=device))
             num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
@@ -257,7 +257,7 @@ class Worker:
         self._weights.begin(Path(folder), is_kept=is_kept)
 
     def weights_problem(self) -> str | None:
-        """Return why the new weights cannot be used; empty: usable; None: still loading."""
+        """Return why new weights cannot be used; empty: they can; None: they are still loading."""
         return self._weights.problem
 
     def use_weights(self) -> None:
@@ -277,7 +277,7 @@ class Worker:
         self._weights.wake()
 
     def _load_model(self, folder: Path, *, is_kept: bool = True) -> CausalLM:
-        """Load a model of this worker's configuration."""
+        """Load a model from a folder with the configuration of this worker's model."""
         config = self.config
         return load_model(
             folder,
@@ -310,7 +310,7 @@ class Worker:
         return LoadedWeights(model, drafter)
 
     def _use(self, loaded: LoadedWeights | None) -> None:
-        """Compute with these weights from now on; None: free the model and compute nothing."""
+        """Compute with the given weights from now on; None: free the model and compute nothing."""
         if loaded is None:
             self._adapters = None
             self.runner.close()
@@ -320,7 +320,7 @@ class Worker:
         self.runner = self._make_runner(self._frame(loaded.model), loaded.drafter)
 
     def num_blocks(self) -> int:
-        """Return the number of KV blocks; called by the engine on all workers."""
+        """Return the number of KV blocks of this worker; the engine asks all workers."""
         return self.kv_memory.num_blocks
 
     def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:

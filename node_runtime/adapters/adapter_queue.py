@@ -108,7 +108,7 @@ class AdapterQueue:
         self.load_s = 0.0
         self._table, self._root, self._wake, self._clock = engine.adapters, root, wake, clock
         self._gives_way = gives_way
-        self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # oldest first
+        self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # oldest adapter first
 
     @property
     def num_waiting(self) -> int:
@@ -206,7 +206,7 @@ class AdapterQueue:
     def _begin_reading(
         self, digest: AdapterDigest, source: str
     ) -> Future[tuple[ReadAdapter, float]]:
-        """Read and pack an adapter on its own thread, because the disk may hang."""
+        """Read and pack an adapter on a thread of its own, because the disk may hang."""
         self._check_source(digest, source)
         reading: Future[tuple[ReadAdapter, float]] = Future()
 

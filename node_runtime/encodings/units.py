@@ -26,7 +26,7 @@ class Units:
         return len(self._free)
 
     def take(self, num_units: int) -> tuple[int, ...] | None:
-        """Return free units with one reference each; None: there are too few."""
+        """Take free units, with one reference each; None: too few units are free."""
         if num_units > len(self._free):
             return None
         taken = tuple(self._free.pop() for _ in range(num_units))
@@ -40,7 +40,7 @@ class Units:
             self._counts[unit] += 1
 
     def release(self, units: Iterable[int]) -> None:
-        """Drop a reference to each unit; a unit without references is free."""
+        """Drop a reference to each of these units; a unit without references becomes free."""
         for unit in units:
             self._counts[unit] -= 1
             if not self._counts[unit]:

@@ -22,7 +22,7 @@ MAX_HASHES_PER_MESSAGE = 2**16  # 512 KiB
 
 
 class KVEventSource(Protocol):
-    """The part of `BlockPool` that the feed needs."""
+    """The part of `BlockPool` from which the feed gets its events."""
 
     def start_events(self) -> list[BlockHash]: ...
 
@@ -98,7 +98,7 @@ def _sum_up(
     successive events of one hash cancel out.
     """
     cleared = False
-    stored: dict[BlockHash, None] = {}  # in order
+    stored: dict[BlockHash, None] = {}  # a dict keeps the hashes in order
     removed: dict[BlockHash, None] = {}
     for event in events:
         match event:

@@ -1,4 +1,4 @@
-"""Describes a node to operators: its open requests, and the ledger of block owners.
+"""Describes a node to operators: its open requests, and a ledger of who owns which blocks.
 
 Refuses to know: peers, transfers.
 """

@@ -228,5 +228,5 @@ class WeightsAdmin:
         self._state = WeightsState.SERVING
 
     async def _until(self, condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-        while not await condition():  # noqa: ASYNC110  # polls: no event tells
+        while not await condition():  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(_POLL_S)

@@ -31,8 +31,8 @@ class EncoderCache:
         self.num_used = 0
         self.num_held = 0
         self._sizes: dict[bytes, int] = {}
-        self._holders: dict[bytes, set[Holder]] = {}  # by digest; only held encodings
-        self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}  # by request id
+        self._holders: dict[bytes, set[Holder]] = {}  # by digest of a held encoding
+        self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}  # what a request holds
         self._free: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __contains__(self, digest: bytes) -> bool:
@@ -40,7 +40,7 @@ class EncoderCache:
         return digest in self._sizes
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the digests of all encodings."""
+        """Iterate over the digests of all kept encodings."""
         return iter(self._sizes)
 
     def is_held(self, digest: bytes) -> bool:

@@ -177,7 +177,7 @@ class ImageSteps:
                 self._counters.encoder_cache_hits += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
-        for index in missing:  # done last: new encodings may evict encodings that no request holds
+        for index in missing:  # last, because new encodings may evict free ones
             span = images.spans[index]
             holder = (request.request_id, span.first)
             # False if the image comes twice in the prompt
@@ -245,7 +245,7 @@ class ImageSteps:
         span = images.spans[index]
         assert images.pixels is not None, "a request without pixel values is not scheduled"
         for digest in self.cache.add(span.digest, span.num_tokens, holder):
-            if self._encode.pop(digest, None) is None:  # workers have or will have the encoding
+            if self._encode.pop(digest, None) is None:  # the encoding was made, or is being made
                 self._forget.append(digest)
         self._encode[span.digest] = EncodeImage(
             span.digest, len(images.places[index]), images.pixels[span.digest].arrays

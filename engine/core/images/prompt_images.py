@@ -92,7 +92,7 @@ class PromptImages:
 
     @property
     def awaits_pixels(self) -> bool:
-        """Return whether pixel values must be made before a request can be computed."""
+        """Return whether the images' pixel values are needed and not made yet."""
         return self.pixels is None and bool(self.files)
 
     def may_compute_from(self, num_cached_tokens: int) -> bool:

@@ -41,7 +41,7 @@ MAX_NUM_REQUESTS = 16
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
-    """Return the captured numbers of tokens: multiples of 128 up to ``most``, and ``most``."""
+    """Return the numbers of tokens to capture: multiples of 128 up to ``most``, and ``most``."""
     return (*range(LEAST_SIZE, most, LEAST_SIZE), most)
 
 
@@ -59,7 +59,7 @@ def reason_against_chunks(
 
 
 class CapturedAttention(Protocol):
-    """An attention backend that can capture steps before their requests are known."""
+    """An attention backend whose steps can be captured before their requests are known."""
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
         """Plan a step whose lengths are unknown; `fill_captured` sets them before each replay."""
@@ -82,7 +82,7 @@ class _Captured:
 
 
 class ChunkGraphs:
-    """The captured sizes of steps with prompts.
+    """The CUDA graphs of steps with prompts, for each captured number of tokens.
 
     Args:
         context: the model and its cache.
@@ -104,7 +104,7 @@ class ChunkGraphs:
         return [cast("CapturedAttention", backend) for backend in self._context.backends]
 
     def capture(self, size: int) -> None:
-        """Capture a step of ``size`` tokens; larger sizes first, as smaller ones reuse memory."""
+        """Capture a step of ``size`` tokens; call with larger sizes first (they share memory)."""
         inputs, context = self._inputs, self._context
         metadata = inputs.metadata(size)
         backends = cast("Sequence[AttentionBackend]", context.backends)
@@ -134,7 +134,7 @@ class ChunkGraphs:
         self._captured[size] = _Captured(pieces, tuple(layers), hidden)
 
     def takes(self, inputs: ModelInput) -> bool:
-        """Return whether a captured graph can replay a step."""
+        """Return whether captured graphs can compute this step."""
         return self._inputs.size_for(inputs) in self._captured
 
     def replay(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:

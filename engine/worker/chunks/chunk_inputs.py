@@ -18,7 +18,7 @@ _NO_SLOT = -1
 
 
 class ChunkInputs:
-    """Static inputs of all captured sizes; a smaller size uses views of the largest size's tensors.
+    """The inputs of all captured sizes; smaller sizes use views of the largest size's tensors.
 
     Args:
         sizes: captured numbers of tokens, ascending.

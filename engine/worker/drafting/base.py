@@ -59,7 +59,7 @@ class DraftingStep:
     is_silent: bool = False
 
 
-# a step that does not make any drafts
+# values of a step that makes no drafts
 FOR_NOBODY = DraftingStep(
     num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
     num_known=(), token_ids=(), next_token_ids=(), parameters=np.zeros(0, PARAMETERS),
@@ -130,7 +130,7 @@ class DraftChooser:
         """
         token_ids: list[int]
         if not parameters["temperature"].any():
-            # Greedy drafts are chosen on the host: numpy takes a fraction of torch's time.
+            # Choose greedy drafts on the host, where numpy takes a fraction of torch's time.
             host = logits.float().cpu().numpy()
             token_ids = host.argmax(axis=-1).tolist()
         else:

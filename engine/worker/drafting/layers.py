@@ -92,7 +92,7 @@ class LayersDrafting:
         sampled: Sampled,
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
-        """Implement `Drafting.after_step`."""
+        """Read the step's tokens, now or later, and make drafts; see `Drafting.after_step`."""
         if self._read_states is not None:
             states = self._read_states()
         drafts: Drafts = {}

@@ -67,7 +67,7 @@ class Encodings:
         Return the encodings that the step's forward reads.
         """
         for digest in step.forget:
-            self._kept.pop(digest, None)  # missing if the image could not be encoded
+            self._kept.pop(digest, None)  # absent if it could not be encoded
         began_at = time.monotonic()
         failed = dict[bytes, str]()
         for image in step.encode:

@@ -39,7 +39,7 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
             os.sched_setaffinity(0, cores)
         except (OSError, AttributeError) as error:
             raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be used: {error}") from error
-        if os.sched_getaffinity(0) != cores:  # the kernel silently ignores missing cores
+        if os.sched_getaffinity(0) != cores:  # the kernel ignores cores that are missing
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(f"cpu_list: must be among {allowed}, got {config.cpu_list!r}")
     num_threads = config.num_threads or len(cores)

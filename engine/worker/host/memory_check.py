@@ -42,7 +42,8 @@ def check_memory(
     )
     kv_cache = config.kv_cache_bytes or 0
     if config.num_blocks is not None:
-        # With sliding windows, a block may hold KV of only some of the layers.
+        # With sliding windows, a block may hold the KV of only some layers, so its size is not
+        # known here.
         kv_cache = (
             0
             if any(layer.mixer.kv.retained_tokens is not None for layer in model.layers)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 AHEAD_BYTES = 2**26
 SHARE = 8  # at most one part in this many of the machine's available memory is populated, too
 STEP_BYTES = 2**21  # bytes of a huge page, populated at a time in less than a ms
-_POPULATE_WRITE = 23  # advice for madvise, since Linux 5.14; missing in Python's mmap
+_POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE (Linux 5.14), missing in `mmap`
 
 
 class PagesAhead:

@@ -23,9 +23,9 @@ class ModelInput:
     input_ids: Tensor  # [num_tokens] int64
     # [num_tokens] int64, for RoPE; [3, num_tokens] for three axes
     positions: Tensor
-    last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
+    last_token_rows: Tensor  # [num_sampling] int64, rows of the tokens whose logits are needed
     groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
-    adapters: tuple[AdapterSpan, ...] = ()  # runs of tokens with an adapter
+    adapters: tuple[AdapterSpan, ...] = ()  # runs of tokens that have an adapter
     images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:

@@ -47,7 +47,7 @@ class RequestRows:
         self._is_staged = is_staged
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
-        self._adapters: dict[int, str] = {}  # adapter digests by row; only rows with an adapter
+        self._adapters: dict[int, str] = {}  # by row with an adapter: the digest
         self._pooling: dict[int, PoolingParams] = {}  # by row; only rows of pooled requests
         # All known tokens by row, only for rows whose sampling depends on known tokens.
         self._known: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ class RequestRows:
             offset += num_tokens
 
     def adapter_spans(self, columns: StepColumns) -> tuple[AdapterSpan, ...]:
-        """Return one span of tokens for each adapter in the step."""
+        """Return the span of tokens that each adapter of the step has."""
         if not self._adapters:
             return ()
         spans: list[AdapterSpan] = []

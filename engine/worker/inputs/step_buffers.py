@@ -31,7 +31,7 @@ class KeptDecodes:
 
 
 class Buffer:
-    """One host tensor, and an array over the same memory."""
+    """A host tensor, and a NumPy array over the same memory."""
 
     def __init__(self, size: int, dtype: torch.dtype, pin_memory: bool) -> None:
         self.tensor = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)  # [size]

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """A model with loaded weights, and its drafter."""
+    """A model with loaded weights, and its drafter, if any."""
 
     model: CausalLM
     drafter: AnyDrafter | None

@@ -45,7 +45,7 @@ class WorkerWeights:
     ) -> None:
         self._memory, self._load, self._use_weights = memory, load, use
         self._loaded: LoadedWeights | None = loaded
-        self._computes = True  # whether the worker holds the loaded weights
+        self._computes = True  # whether the worker computes with `_loaded`
         self._kv_scales = loaded.model.kv_scales
         self._staging: Staging | None = None
         self._kv_bytes = memory.tensor.nbytes
