@@ -1,6 +1,6 @@
 """EncodingStore: encodings of images by digest, in the memory from which they are sent.
 
-    kept the store holds an encoding's units; the least recently used encoding leaves first
+    kept    the store holds an encoding's units; the least recently used encoding leaves first
     sent    each transfer holds the units, too, until none of its writes is in flight
 
 Refuses to know: requests, peers, how images are encoded.

@@ -1,6 +1,6 @@
 """Features: the parts of an engine that only some requests need: grammars, images and drafts.
 
-    a request comes its thought is followed, its grammar is compiled, its images are decoded
+    a request comes     its thought is followed, its grammar is compiled, its images are decoded
     before a step       what has become ready goes to the scheduler
     after a step        failed images end their requests; drafts follow the sampled tokens
 

@@ -1,7 +1,7 @@
 """ServedWeights: the weights that an engine serves, and their replacement while it runs.
 
     begin   all ranks load the new weights beside the old ones, while steps go on
-    use the new weights compute, once no request is open; cached KV is forgotten
+    use     the new weights compute, once no request is open; cached KV is forgotten
     drop    the old weights stay
 
     sleep   memory is given back, once no request is open; `wake`, or `begin` and `use`, end it

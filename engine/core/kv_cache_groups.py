@@ -10,7 +10,7 @@ that needs fewer bytes pads its blocks. The attention layers decide this size, a
 fit share a block:
 
     layers of a hybrid           m m m f m m m f    m: a state (Mamba2), f: full attention
-    block of many tokens 0: f f as many tokens as fill a block
+    block of many tokens   0:          f       f    as many tokens as fill a block
                            1:    m m m              as many states as fit into a block
                            2:            m m m
 

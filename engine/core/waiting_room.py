@@ -3,7 +3,7 @@
     arrived    in line with blocks: the prompt's KV has arrived, or a sibling has computed it
     waiting    in line without blocks, in order of arrival; preempted ones first
                (by priority: both lines are in order of rank)
-    parked not in line until an event; parked requests do not add any work per step:
+    parked     not in line until an event; parked requests do not add any work per step:
                  WAITING_FOR_REMOTE_KVS    a remote node writes their prompt's KV
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
                  WAITING_FOR_GRAMMAR       their grammar is being compiled

@@ -1,6 +1,6 @@
 """A rank in its own process: computes the plans that the engine's process sends.
 
-    python -m engine.executors.rank_process 7 9 11 (7: messages, 9: the life line,
+    python -m engine.executors.rank_process 7 9 11      (7: messages, 9: the life line,
                                                          11: for functions beside the steps)
 
 The numbers are file descriptors inherited from the engine's process. Refuses to know: requests,

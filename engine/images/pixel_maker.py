@@ -1,7 +1,7 @@
 """PixelMaker: makes the pixel values of prompts' images, outside the step loop.
 
     image file --> media process (decodes, scales, cuts tiles) --> pixel values --> the request
-                   may die; bounded time and memory gets in line
+                   may die; bounded time and memory                                 gets in line
 
 Prompts are processed in order of arrival. Prompts with an equal image share its pixel values. Only
 a few prompts have pixel values at a time, because pixel values take many more bytes than the

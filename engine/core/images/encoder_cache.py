@@ -1,6 +1,6 @@
 """EncoderCache: which encodings of images the workers keep, and which requests need them.
 
-    held some request has tokens of the image to compute
+    held    some request has tokens of the image to compute
     free    kept for later requests; the least recently used one is evicted first
 
 Refuses to know: tensors, steps, pixel values.

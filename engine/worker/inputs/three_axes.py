@@ -3,7 +3,7 @@
     tokens     a  b [image of 2 x 3 embeddings]  c  d
     frames     0  1    2  2  2  2  2  2          5  6
     rows       0  1    2  2  2  3  3  3          5  6
-    columns 0 1 2 3 4 2 3 4 5 6 the delta is 5 - 8 = -3
+    columns    0  1    2  3  4  2  3  4          5  6       the delta is 5 - 8 = -3
 
 An image takes only as many positions as its longest side, so the positions for RoPE of later tokens
 are smaller than their indices in the sequence. After the last image, the difference (delta) is
