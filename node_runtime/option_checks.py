@@ -30,7 +30,7 @@ def check_options(options: NodeOptions) -> None:
 
 
 def check_program_options(options: ProgramOptions) -> None:
-    """Check the options that nodes without an engine have, too; see `check_options`."""
+    """Raise ConfigError for wrong names and addresses in the options of any kind of node."""
     for router in options.routers:
         split_address("router", router)
     check_is_free("listen", options.listen)

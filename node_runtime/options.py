@@ -138,5 +138,5 @@ class NodeOptions(ProgramOptions):
 
     @property
     def vllm_model(self) -> str:
-        """Return the model's name in metrics with vLLM's names; empty: no such metrics."""
+        """Return the model's name for metrics with vLLM's names; empty: show no such metrics."""
         return (self.served_model_name or self.model) if self.metrics_compat == "vllm" else ""

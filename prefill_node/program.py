@@ -31,7 +31,7 @@ def make_program(
     on_death: Callable[[Exception], None],
     grammars: EarlyGrammars | None = None,
 ) -> NodeProgram:
-    """Load a prefill node and start its threads; see `make_threads`."""
+    """Load a prefill node and start its threads; see `make_threads` for arguments and errors."""
 
     def make_node(parts: NodeParts) -> tuple[PrefillNode, Sender, Receiver | None]:
         sender = Sender(

@@ -44,7 +44,7 @@ class _Handoff:
     """One request whose KV is being handed over to a decode node.
 
     Attributes:
-        indices: indexes of the transferred blocks in ``Request.block_ids``, which lists the groups'
+        indices: indices of the transferred blocks in ``Request.block_ids``, which lists the groups'
             blocks of logical block 0, then those of logical block 1, and so on.
         epoch: number of the router's attempt.
         engine_id: engine id of the decode node.

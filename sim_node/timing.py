@@ -54,15 +54,15 @@ class TimingModel:
                 raise ConfigError(f"{name}: must be above 0, got 0")
 
     def prefill_s(self, num_tokens: int, num_pairs: int) -> float:
-        """Return the duration of a prefill step with this many tokens and (query, key) pairs."""
+        """Return the seconds of a prefill step with this many tokens and (query, key) pairs."""
         return self.prefill_step_s + self.compute_s(num_tokens, num_pairs)
 
     def compute_s(self, num_tokens: int, num_pairs: int) -> float:
-        """Return the time that prompt tokens add to a step."""
+        """Return the seconds that prompt tokens add to a step."""
         return num_tokens / self.prefill_tokens_per_s + num_pairs * self.prefill_s_per_pair
 
     def decode_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        """Return the duration of a decode step with this many requests and context tokens."""
+        """Return the seconds of a decode step with this many requests and context tokens."""
         batch_s = num_requests * self.decode_s_per_request
         return self.decode_step_s + batch_s + num_kv_tokens * self.decode_s_per_kv_token
 

@@ -464,7 +464,8 @@ class Scheduler:
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
         """Schedule running requests, in order of rank.
 
-        Returns the unused budget, or None if a request must be preempted first.
+        Returns the unused budget; None if a request lacks blocks and a step in flight forbids
+        preemption.
         """
         block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
         for request in self._running:  # preemption shortens the list after this request
@@ -584,7 +585,7 @@ class Scheduler:
             if request.request_id in self.drafts.kept:  # its drafts would be out of date
                 return 0
         if missing == 1:
-            if self._num_decodes_left <= 0:  # in a later micro-batch
+            if self._num_decodes_left <= 0:  # left for a later micro-batch
                 return 0
             return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left

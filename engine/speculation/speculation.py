@@ -253,7 +253,7 @@ class Speculation:
         for request in requests:
             before = self._known.get(request.request_id)
             if before is not request:
-                if before is not None:  # data of an earlier attempt
+                if before is not None:  # drop data of an earlier attempt
                     self._proposer.forget(before)
                 self._known[request.request_id] = request
         proposed = self._proposer.propose(requests, self._num_drafts)

@@ -311,7 +311,7 @@ class InputBatch:
         """Return `AttentionMetadata.row_ends`: embeddings of an image attend up to its last one.
 
         Args:
-            images: the images of the step, which has the last embedding of each image.
+            images: the images of the step; the step computes the last embedding of each of them.
             positions: `[num_tokens]`, index of each token in its sequence.
         """
         if images is None or not images.placed or not self._whole_image_groups:

@@ -56,7 +56,7 @@ class TransferCollector(Collector):
     Args:
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
-        source: source of the numbers.
+        source: what a scrape reads.
         ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
     """
 
@@ -198,7 +198,7 @@ class NodeCollector(TransferCollector):
     Args:
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
-        source: source of the numbers.
+        source: what a scrape reads.
         ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
     """

@@ -14,7 +14,7 @@ class PixelArray(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         name: the array's name, as the model's image processor calls it.
-        dtype: numpy dtype, by name.
+        dtype: name of the array's NumPy dtype.
         data: the array's bytes, in C order.
     """
 

@@ -118,7 +118,7 @@ class Passes:
         num_tokens: int,
         num_passes: int,
     ) -> ForwardContext:
-        """Describe passes over one request: the first of ``num_tokens`` tokens, the others of one.
+        """Describe passes over one request: first ``num_tokens`` tokens, then one token per pass.
 
         Args:
             block_tables: one per group, `[num_requests, max_blocks]`.
