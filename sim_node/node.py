@@ -66,8 +66,8 @@ class SimNode:
     Args:
         name: the node's name, which stays the same after a restart.
         router: ``host:port`` of the router.
-        network: the process's KV network.
-        faults: faults to inject.
+        network: KV network of all nodes in the process.
+        faults: faults to inject into the node.
         join_timeout_s: maximum number of seconds for the first join.
         node_token: authorizes the node to join.
         tls: certificates of the node.
@@ -152,10 +152,10 @@ class Simulation:
     Args:
         engine_id: id of this start of the node.
         role: the node's role.
-        network: the process's KV network.
+        network: KV network of all nodes in the process.
         model: the model that the node pretends to serve.
         options: sizes and timing of the node.
-        faults: faults to inject.
+        faults: faults to inject into the node.
         clock: the node's clock.
         emit: sends events to the router.
     """
