@@ -72,7 +72,8 @@ class GrantQueue:
         """Grant the next request its blocks; return None if no request can get blocks now."""
         while self._waiting:
             key, request = self._waiting[0]
-            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:  # ended meanwhile
+            # The request has ended while it waited.
+            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                 del self._waiting[0]
                 continue
             if self._is_refused(key):

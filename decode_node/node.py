@@ -45,7 +45,7 @@ DEFAULT_OPTIONS = DecodeOptions()
 
 @dataclass(slots=True)
 class _Job:
-    """A decode command in progress."""
+    """A decode command in progress, with its request and reservation."""
 
     command: DecodeCommand
     request: Request

@@ -89,6 +89,6 @@ class Encoder:
         return embeddings
 
     def _to_tensor(self, array: PixelArray) -> Tensor:
-        # torch needs a writable buffer
+        # Copy the bytes, because torch needs a writable buffer.
         numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)
         return torch.from_numpy(numbers).reshape(array.shape).to(self._device)

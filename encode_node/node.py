@@ -185,7 +185,7 @@ class EncodeNode:
 
     def _start(self, job: _Job) -> None:
         """Send a kept encoding, wait with other jobs for the image, or have the image decoded."""
-        if job.key in self._pushes:  # the command came twice
+        if job.key in self._pushes:  # the same command came twice
             return
         digest, num_tokens = job.image.span.digest, job.image.span.num_tokens
         kept = self.store.hold(digest)

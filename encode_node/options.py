@@ -11,7 +11,7 @@ from node_runtime.options import ProgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeOptions(ProgramOptions):
-    """Options of an encode node; raises ConfigError naming the field."""
+    """Options of an encode node; a wrong value raises ConfigError with the field's name."""
 
     dtype: str = same_option(EngineConfig, "dtype")
     device: str = same_option(EngineConfig, "device")

@@ -25,7 +25,8 @@ class StepStretch:
         assert limit > 1, limit
         self._share = _AIM * (limit - 1.0)
         self._least = self._latest = least
-        # averages per step and per prompt token; 0: not measured
+        # Average seconds of a decode-only step, and additional seconds per prompt token; 0: not
+        # measured.
         self._decode_s = self._token_s = 0.0
 
     def num_tokens(self) -> int:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServedWeights:
-    """The weights of one engine.
+    """The weights of one engine, and their replacement.
 
     Args:
         folder: folder of the model, which has its configuration.

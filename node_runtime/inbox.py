@@ -79,7 +79,8 @@ class Inbox(Generic[Job]):
     ) -> None:
         self._job, self._adapters = job, adapters or AdapterQueue(engine, clock=clock)
         self._clock = clock
-        self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, ...)
+        # Queued commands, each with the time of its arrival.
+        self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()
         self._expire_at = 0.0
 
     def put(self, command: RouterCommand | AbortAll) -> None:

@@ -108,7 +108,7 @@ def load_engine(
     grammars: EarlyGrammars | None = None,
     loads_adapters: bool = False,
 ) -> LoadedEngine:
-    """Load a model for a node.
+    """Load the model of a node, and make its engine.
 
     Args:
         grammars: the parts that compile grammars, made before any thread started; None: the engine

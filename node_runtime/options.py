@@ -20,7 +20,7 @@ from baton.telemetry.trace_options import TraceOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOptions:
-    """Options of every node; raises ConfigError naming the field."""
+    """Options of every node; a wrong value raises ConfigError with the field's name."""
 
     model: str = option(help="Model folder, GGUF file, or hub id.")
     routers: tuple[str, ...] = option(
@@ -111,7 +111,7 @@ class ProgramOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions(ProgramOptions):
-    """Options of a node with an engine; raises ConfigError naming the field."""
+    """Options of a node with an engine; a wrong value raises ConfigError with the field's name."""
 
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
     served_model_name: str = option(

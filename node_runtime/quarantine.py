@@ -57,7 +57,7 @@ class Quarantine:
         self._receiver = receiver
         self._clock = clock
         self._held: dict[TransferKey, _Held] = {}
-        self._processes: dict[str, PeerProcess] = {}  # known peers by engine id
+        self._processes: dict[str, PeerProcess] = {}  # processes of known peers, by engine id
         self._gone: set[str] = set()
         self._draining: set[str] = set()
 

@@ -130,10 +130,12 @@ class Arrivals:
         self.quarantine = Quarantine(units, receiver, clock)
         self.num_lost_total = 0
         self._connected: set[str] = set()  # engine ids of connected encode nodes
-        self._prompts: dict[tuple[str, int], PromptWait] = {}  # by request id and epoch
+        # Prompts that wait for encodings, by request id and epoch.
+        self._prompts: dict[tuple[str, int], PromptWait] = {}
         self._open: dict[TransferKey, _Arrival] = {}
         self._to_grant: deque[TransferKey] = deque()
-        self._early_starts: dict[tuple[TransferKey, str], float] = {}  # when it came
+        # When each `Start` came whose command has not come yet, by transfer and engine id.
+        self._early_starts: dict[tuple[TransferKey, str], float] = {}
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
 
@@ -353,7 +355,7 @@ class Arrivals:
         self.quarantine.tick()
         for times in (self._early_starts, self._ended):
             while times and next(iter(times.values())) < now - MEMORY_S:
-                del times[next(iter(times))]  # type: ignore[arg-type]  # unlike kinds of keys
+                del times[next(iter(times))]  # type: ignore[arg-type]  # unlike types of keys
 
     # ------------------------------------------------------------------ what operators see
 

@@ -94,5 +94,5 @@ class LayerTails:
         self._num_layers = None if can_cut else num_layers
 
     def make_tail(self) -> LayerTail:
-        """Make the tail of one step."""
+        """Make the tail of the next step."""
         return LayerTail(self._sender, self._layer_groups, self._fence, self._num_layers)

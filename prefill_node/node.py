@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Job:
-    """A prefill command in progress.
+    """A prefill command in progress, with its request.
 
     Attributes:
         encodings: the encodings that encode nodes send for the prompt; None: no encode node sends

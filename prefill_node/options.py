@@ -20,7 +20,7 @@ class PushMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOptions(NodeOptions):
-    """Options of a prefill node; raises ConfigError naming the field."""
+    """Options of a prefill node; a wrong value raises ConfigError with the field's name."""
 
     # Preempted prompts are recomputed here, because no other node has their blocks. All drafts are
     # made here, because the decode node, which verifies them, decides how many it uses.

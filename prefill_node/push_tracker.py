@@ -168,7 +168,7 @@ class PushTracker:
                     if self._num_groups > 1
                     else (),
                 )
-            # its new blocks are other blocks
+            # The request was preempted and starts again with other blocks.
             if request.num_preemptions != handoff.num_preemptions:
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
@@ -180,7 +180,8 @@ class PushTracker:
             self._engine.block_pool.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
-            if is_first and self._mode is not PushMode.AFTER_PREFILL:  # push the cached prefix
+            # Push the blocks of the cached prefix at once.
+            if is_first and self._mode is not PushMode.AFTER_PREFILL:
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):
                 tail = tail or self._tails.make_tail()
@@ -319,7 +320,7 @@ class PushTracker:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)
         if token_id is not None and handoff.tail is not None and handoff.tail.is_complete:
-            num_blocks = handoff.tail_first  # the tail has pushed the others
+            num_blocks = handoff.tail_first  # the tail has pushed the last blocks
         # Only the last push, with token 1, may have a block that is not full.
         num_tokens, record = num_logical_blocks * self._block_size, None
         if token_id is not None:

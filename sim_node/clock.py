@@ -50,7 +50,7 @@ class NodeClock:
         """Call ``callback`` at ``when``; its argument is the due time, or `MAX_CATCH_UP_S` ago."""
 
         def fire() -> None:
-            if self._stopped:  # `go_on` runs it
+            if self._stopped:  # `go_on` will call the callback
                 self._backlog.append(lambda: callback(self.now()))
             elif not self._ended:
                 now = self.now()

@@ -152,7 +152,7 @@ class SimCluster:
         ]
 
     async def stop(self) -> None:
-        """End all nodes."""
+        """Stop injecting faults, and end all nodes abruptly."""
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)

@@ -106,7 +106,7 @@ class SimNode:
             lambda command: self.clock.run(lambda: self.simulation.handle_command(command)),
             self._drain,
             on_joined=self._note_joined,
-            on_stop=self._drain.begin,  # only this node drains
+            on_stop=self._drain.begin,  # drain only this node: other nodes of the process go on
             join_timeout_s=join_timeout_s,
             node_token=node_token,
             tls=tls,
@@ -140,7 +140,7 @@ class SimNode:
             self.joined.set()
         else:
             self.joined.clear()
-            await self._going.wait()  # a paused node does not reconnect
+            await self._going.wait()  # a paused node must not reconnect to the router
 
     def _emit(self, event: NodeEvent) -> None:
         self._links.emit(event)
@@ -204,7 +204,7 @@ class Simulation:
             self.node = DecodeNode(self.engine, receiver, emit, decode, clock=clock.now)
             self._end = receiver
         self._kv_events = KVEventFeed(self.engine.block_pool, emit, clock=clock.now)
-        self._met: set[str] = set()  # peers that the node has been told of
+        self._met: set[str] = set()  # engine ids of the peers of which the node was told
         self._step_is_due = self._is_awake = self._look_is_due = False
 
     # ------------------------------------------------------------------ called by SimNode

@@ -19,7 +19,7 @@ DEFAULT_PRESET = "h100-8b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimOptions:
-    """Options of all nodes of a process; raises ConfigError naming the field."""
+    """Options of all nodes of a process; a wrong value raises ConfigError with the field's name."""
 
     timing: TimingModel = field(default_factory=lambda: PRESETS[DEFAULT_PRESET])
     block_size: int = option(16, least=1, help="Tokens per KV block.")
@@ -53,7 +53,7 @@ class SimOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimNodeOptions:
-    """Options of `baton sim-node`; raises ConfigError naming the field."""
+    """Options of `baton sim-node`; a wrong value raises ConfigError with the field's name."""
 
     model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
     router: str = option(DEFAULT_ADDRESS, help="host:port of the router.")

@@ -45,7 +45,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nee
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All answers of a simulated model.
+    """The rules of a script file, which give the answers of a simulated model.
 
     Attributes:
         rule: rules, at least one.
@@ -56,7 +56,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     otherwise: str = "I have nothing to say."
 
     def answer(self, prompt: str) -> str:
-        """Return the answer to a prompt."""
+        """Return the answer that the rules give to a prompt."""
         places = [prompt.rfind(rule.after) if rule.needed in prompt else -1 for rule in self.rule]
         latest = max(places)
         return self.otherwise if latest < 0 else self.rule[places.index(latest)].say

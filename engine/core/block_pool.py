@@ -91,7 +91,7 @@ class KVCacheBlock:
 
 
 class BlockPool:
-    """All blocks of one KV cache.
+    """All blocks of one KV cache, and the prefix cache over them.
 
     Args:
         num_blocks: number of blocks; their ids are ``0 .. num_blocks - 1``.

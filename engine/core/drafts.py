@@ -36,7 +36,8 @@ class DraftPolicy(Protocol):
 
     Attributes:
         in_steps: whether the workers make the next drafts as a part of each step.
-        drafter_reads: see `EngineConfig.drafter_reads`.
+        drafter_reads: whether the drafter has KV of its own, so that it must read all tokens of a
+            request.
     """
 
     in_steps: bool
@@ -166,7 +167,7 @@ class Drafts:
         request, num_tokens = item.request, item.num_scheduled_tokens
         if not item.samples:
             return 0
-        # With n drafts, a step samples up to n + 1 tokens.
+        # Leave room for one more token, because with n drafts a step samples up to n + 1 tokens.
         room = min(
             budget,
             self._long_prefill_token_threshold - num_tokens,

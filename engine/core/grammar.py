@@ -202,7 +202,7 @@ class GrammarState:
         return token_id in thought.choices
 
     def _is_of_answer(self, token_id: int) -> bool:
-        """Advance the thought by a token.
+        """Advance the thought, if any, by an output token.
 
         Return True if the token is not part of the thought, but of the answer.
         """

@@ -69,7 +69,8 @@ class KVCacheManager:
         """Empty the prefix cache, and compute later hashes in another namespace.
 
         Args:
-            namespace: see `cache_namespace`.
+            namespace: digest of what KV depends on, which later hashes include; see
+                `cache_namespace`.
         """
         self.block_pool.reset_prefix_cache()
         if self._hasher is not None:

@@ -63,7 +63,7 @@ class SlidingWindow:
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         """Search from the end: a prefix is a hit if the blocks in its last window are cached."""
         end = len(hashes)
-        # with a window of 1, no block is needed
+        # With a window of 1 token, the next token attends to no earlier block.
         if self.num_expired_blocks(end * self._block_size) >= end:
             return [self._null_block] * end
         run: list[int] = []  # cached blocks up to `end`, the last one first

@@ -23,7 +23,7 @@ from engine.core.images.prompt_images import PromptImages
 
 
 class RequestStatus(Enum):
-    """A request's state in the engine.
+    """The state of a request in the engine.
 
     Attributes:
         finish_reason: why the request has ended; None: it has not ended.
@@ -94,7 +94,8 @@ class Request:
             attempts. A hand-off between nodes moves the KV of these tokens.
         epoch: number of the router's attempt at the call; copied into each output.
 
-        changes_logits: see `SamplingParams.changes_logits`.
+        changes_logits: whether sampling changes logits by penalties, biases or bans; see
+            `SamplingParams.changes_logits`.
         grammar: state of the output's grammar and of the thought (reasoning) before the answer;
             None: unconstrained, or not compiled yet.
         siblings: requests with the same prompt, which share the prompt's blocks once they are

@@ -390,7 +390,7 @@ class Scheduler:
             start = request.num_computed_tokens
             request.num_computed_tokens = end = start + num_tokens
             request.num_forwards += 1
-            if num_tokens > 1 or end % block_size == 0:  # a block may be full now
+            if num_tokens > 1 or end % block_size == 0:  # a block may have become full
                 manager.cache_blocks(
                     request, self.drafts.cache_class(request, num_tokens, scheduled)
                 )
@@ -477,7 +477,8 @@ class Scheduler:
             if request.grammar is not None and not self.grammars.may_run(request, num_tokens):
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
-            fits = target * num_groups <= len(request.block_ids) * block_size  # mostly true
+            # Usually the request's blocks suffice, and no allocation is needed.
+            fits = target * num_groups <= len(request.block_ids) * block_size
             if not fits and not self._allocate_or_preempt(request, target):
                 if self._num_steps_in_flight:
                     return None
@@ -676,7 +677,7 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        # else `update` frees them after the steps in flight
+        # Otherwise, `update` frees the blocks once no step in flight uses them.
         if not request.num_tokens_in_flight:
             self.kv_cache_manager.free(request)
 

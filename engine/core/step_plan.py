@@ -36,7 +36,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         token_ids: all known tokens, if sampling depends on them; else empty. The worker appends
             later tokens.
-        is_drafted_for: see `engine.core.drafts.is_drafted_for`.
+        is_drafted_for: whether the drafter reads the request and makes drafts for it.
         adapter: digest of the adapter that computes the request; empty: the base model.
         images: the prompt's images, which determine position ids in models with three position
             axes.

@@ -90,7 +90,7 @@ class RankedQueue(WaitingQueue):
     """Waiting requests in order of rank; an ended request is removed at once from any place."""
 
     def __init__(self) -> None:
-        # by falling rank, so that removing the next request is cheap
+        # Sorted by falling rank, so that removing the next request, the last one here, is cheap.
         self._ranked: list[Request] = []
 
     def add_new(self, request: Request) -> None:

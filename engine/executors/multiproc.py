@@ -26,7 +26,7 @@ from engine.executors.ranks import OtherRanks, RanksExecutor
 from engine.worker.host.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
 
-# prefix of the names of temporary folders, each the rendezvous of one engine's ranks
+# Prefix of the names of temporary folders, each of which is the rendezvous of one engine's ranks.
 RANKS_PREFIX = "baton-ranks-"
 
 
@@ -97,7 +97,7 @@ class MultiprocExecutor(RanksExecutor):
         with on_cores(self._cores):
             super().__init__(model_folder, config, others, device, meeting, shared)
         if shared is not None:
-            os.close(shared)  # the memory stays mapped
+            os.close(shared)  # not needed any more: the workers have mapped the memory
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         with on_cores(frozenset() if self.runs_ahead else self._cores):

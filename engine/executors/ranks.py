@@ -65,7 +65,7 @@ class OtherRank(Protocol):
         """Return why the rank is gone, or None while it runs; called by one thread every 0.2 s."""
 
     def end_rank(self) -> None:
-        """End the rank."""
+        """End the rank's process, or close the connections that keep it alive."""
 
 
 class OtherRanks:
@@ -82,7 +82,7 @@ class OtherRanks:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.failure: EngineDeadError | None = None
-        # makes the leader stop waiting for other ranks
+        # Makes the leader's computing thread stop waiting for other ranks.
         self.on_end: Callable[[], None] | None = None
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 

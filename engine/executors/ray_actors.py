@@ -39,14 +39,14 @@ class RayExecutor(RanksExecutor):
         ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
-        self._meeting = meeting  # keeps the ranks' rendezvous store open
+        self._meeting = meeting  # Keep the meeting, whose rendezvous store the other ranks use.
         # Claim a GPU, because an actor sees only the GPUs that it claims.
         need = {"CPU": 1.0, "GPU": 1.0} if device.type == "cuda" else {"CPU": 1.0}
         group = ray.util.placement_group([need] * len(ranks), strategy="PACK")
         actors: list[Any] = []
 
         def end_all() -> None:
-            with contextlib.suppress(Exception):  # Ray itself may be gone
+            with contextlib.suppress(Exception):  # Ray itself may have ended already
                 for actor in actors:
                     ray.kill(actor)
                 ray.util.remove_placement_group(group)

@@ -113,7 +113,7 @@ class ImageInputs:
             self._pixels.on_ready = wake
 
     def close(self) -> None:
-        """End the decoding processes."""
+        """End the processes that decode images."""
         if self._pixels is not None:
             self._pixels.close()
 

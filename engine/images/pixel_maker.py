@@ -62,14 +62,15 @@ class PixelMaker:
         self._workers = WorkerProcesses(_WORK, options, limits)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[PromptImages] = deque()
-        # waiting prompts by digest of an image being made
+        # The prompts that wait for each image being made, by the image's digest.
         self._making: dict[bytes, list[PromptImages]] = {}
-        self._num_tokens: dict[bytes, int] = {}  # tokens of each image in `_making`
+        self._num_tokens: dict[bytes, int] = {}  # number of tokens of each image in `_making`
         # Largest number of bytes of pixel values per token that any image had so far; 0: no image
         # was made yet.
         self._bytes_per_token = 0.0
         self._gathered: dict[PromptImages, dict[bytes, ImagePixels]] = {}
-        self._results: deque[tuple[bytes, Outcome]] = deque()  # the event loop's thread appends
+        # The event loop's thread appends results, and the engine's thread removes them.
+        self._results: deque[tuple[bytes, Outcome]] = deque()
         self._has_answered = threading.Event()
         self._ready: deque[tuple[PromptImages, BatonError | None]] = deque()
         self._alive: weakref.WeakValueDictionary[bytes, ImagePixels] = weakref.WeakValueDictionary()
@@ -111,7 +112,7 @@ class PixelMaker:
         self._has_answered.clear()
 
     def close(self) -> None:
-        """End the media processes."""
+        """End the media processes; afterwards no image can be decoded."""
         self._workers.close()
 
     # ------------------------------------------------------------------ on the engine's thread

@@ -184,7 +184,7 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         self._llm = LLM(model, chat_template=chat_template, adapters=adapters, **options)
-        self._open: set[_Call] = set()  # changed by the engine's thread
+        self._open: set[_Call] = set()  # changed only by the engine's thread
         self._pools: list[_Pool] = []  # changed only by the engine's thread
         self._held_pools: list[_Pool] = []
         self._pool_tasks: set[_PoolTask] = set()  # tasks in `embed`, `score` or `classify`
@@ -381,7 +381,7 @@ class AsyncLLM:
         await self._thread.ask(self._llm.pause)
 
     async def resume(self) -> None:
-        """End a pause."""
+        """End a pause: open requests go on, and waiting ones start."""
         await self._thread.ask(self._llm.resume)
 
     async def sleep(self, level: str = "host", *, when: str = "drain") -> None:

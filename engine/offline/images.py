@@ -19,7 +19,7 @@ _DATA_URL = "data:"
 
 
 class ImagePrompt(TypedDict):
-    """A prompt with images.
+    """A prompt that has images.
 
     Attributes:
         prompt: a text or token ids, with the model's image marker where each image belongs.
@@ -37,7 +37,7 @@ def with_images(
     """Replace the image markers in a prompt by the tokens of its images.
 
     Args:
-        images: see `ImagePrompt`.
+        images: the images in order, in the forms that `ImagePrompt` takes.
         layout: the rule that maps an image to tokens; None: the model takes no images.
 
     Raises InvalidRequestError.
@@ -51,7 +51,7 @@ def with_images(
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Replace the images in messages by the parts that chat templates expect; return both.
+    """Replace images in messages by the parts that chat templates expect; return the images, too.
 
     A part with an image is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a
     data URL.

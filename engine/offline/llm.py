@@ -82,7 +82,7 @@ class _NamedAdapter:
 
 
 class LLM:
-    """Completes prompts offline.
+    """Completes prompts in this process, without a server.
 
     Args:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
@@ -146,7 +146,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete each prompt.
+        """Complete each prompt, and wait until all are complete.
 
         Args:
             prompts: texts, lists of token ids, or prompts with images (`ImagePrompt`); one or many.
@@ -505,7 +505,7 @@ class LLM:
         self.is_paused = True
 
     def resume(self) -> None:
-        """End a pause."""
+        """End a pause: later calls compute again."""
         self.is_paused = False
 
     def sleep(self, level: str = "host", *, when: str = "drain") -> None:
@@ -535,7 +535,7 @@ class LLM:
             self.served_weights.use()
 
     def metrics(self) -> EngineMetrics:
-        """Return the engine's metrics."""
+        """Return the metrics of the engine."""
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:

@@ -46,7 +46,7 @@ class PooledAnswer:
 
     Attributes:
         ended: whether the engine has ended the request.
-        pooled: see `RequestDelta.pooled`; empty: the request was aborted.
+        pooled: the result's values, see `RequestDelta.pooled`; empty: the request was aborted.
         error: why the engine cannot continue the request; None: it can.
     """
 

@@ -53,7 +53,7 @@ class WordTable:
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
         self._pairs = self._words.view(np.uint64).reshape(-1)  # the memory of `_words`, as uint64
-        # position of each row's first word
+        # By row, the output position of the row's first word.
         self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)
 
     def clear(self, row: int) -> None:
@@ -72,14 +72,14 @@ class WordTable:
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows at once, as otherwise some row would run out in nearly every step.
-            # each row's first index
+            # Refill all rows at once, as otherwise some row would run out in nearly every step. The
+            # index at which each row first occurs.
             first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # too many for one refill
+            if (ahead >= POSITIONS_AHEAD).any():  # one refill computes too few words
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

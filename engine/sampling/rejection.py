@@ -29,7 +29,7 @@ from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
 _KEEP, _AGAIN, DRAFT = range(3)  # purposes of random words, see `salted`
-_BEYOND = 2**31  # larger than any token id
+_BEYOND = 2**31  # larger than any token id, so that words for other purposes differ
 
 
 def salted(keys: Words, purpose: int) -> Words:

@@ -64,7 +64,7 @@ def sample(
     bits = {
         index: mask
         for index, row in enumerate(sampling.adjusted)
-        # at most one mask per row
+        # A row without drafts has at most one mask.
         for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)
     }
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()), bits)

@@ -201,7 +201,7 @@ def without_images_if_needed(
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
     own = WeightFormat.of(dtype)
     if own is not None and own.value == weights:
-        return None  # keep PyTorch's format
+        return None  # no packer: keep PyTorch's weight format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
             f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"
@@ -234,7 +234,7 @@ def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -
 
 
 def asked_backend(config: EngineConfig) -> str | None:
-    """Return the attention backend that the options name; None: the options leave the choice."""
+    """Return the attention backend that the options name; None: they name none."""
     return None if config.attention_backend == "auto" else config.attention_backend
 
 

@@ -15,7 +15,7 @@ from models.base import ForwardContext, GroupStep
 
 
 class Forward:
-    """Runs one model over its cache.
+    """Runs the forward pass of one model over its KV cache.
 
     Args:
         context: the model, its cache, and the attention backend of each KV cache group.

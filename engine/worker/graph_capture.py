@@ -192,7 +192,7 @@ def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     Args:
         make_runner: makes a runner with inputs for graphs, which this function drops.
     """
-    # allocate cuBLAS's workspace before measuring
+    # Let cuBLAS allocate its workspace now, so that it is not measured.
     capture_stream(torch.cuda.current_device())
     free_before = _free_bytes()
     runner = make_runner()

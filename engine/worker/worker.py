@@ -240,7 +240,7 @@ class Worker:
         return self._adapters.load(adapter)
 
     def unload_adapter(self, digest: AdapterDigest) -> None:
-        """Unload an adapter between steps."""
+        """Unload an adapter from its slot; called between steps."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.unload(digest)
 
@@ -333,7 +333,7 @@ class Worker:
         make_current(self.device)
         if self._lent_cores is not None:
             self._lent_cores.borrow()
-            # borrow before each layer, because idle nodes may come and go
+            # Borrow before each layer, because the nodes that are idle may change.
             if isinstance(step, PreparedStep) and step.has_prompts:
                 after_layer = self._lent_cores.between_layers(hooks.after_layer)
                 hooks = replace(hooks, after_layer=after_layer)

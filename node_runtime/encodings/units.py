@@ -18,7 +18,7 @@ class Units:
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
         self._free = list(reversed(range(num_units)))
-        self._counts: dict[int, int] = {}  # by unit that is not free
+        self._counts: dict[int, int] = {}  # number of references, by unit; free units are absent
 
     @property
     def num_free(self) -> int:

@@ -18,7 +18,7 @@ from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, K
 
 # Seconds between messages of a busy node: often enough for good placement, yet no burden.
 FLUSH_INTERVAL_S = 0.01
-MAX_HASHES_PER_MESSAGE = 2**16  # 512 KiB
+MAX_HASHES_PER_MESSAGE = 2**16  # so that a message has at most 512 KiB of hashes
 
 
 class KVEventSource(Protocol):

@@ -66,7 +66,7 @@ class Links(Protocol):
 
 
 class WeightsAdmin:
-    """Changes the weights of one node.
+    """Changes the weights of one node as operators ask.
 
     Args:
         weights: changes the weights in the engine.
@@ -200,7 +200,7 @@ class WeightsAdmin:
         await self._go_back()
 
     async def _rest(self, how: WhenOpen) -> None:
-        """Drain until no request is open.
+        """Drain the node until no request is open on it.
 
         If ``how`` is ABORT, leave the routers, which aborts open requests.
         """

@@ -32,7 +32,8 @@ class EncoderCache:
         self.num_held = 0
         self._sizes: dict[bytes, int] = {}
         self._holders: dict[bytes, set[Holder]] = {}  # by digest of a held encoding
-        self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}  # what a request holds
+        # By request id, the digests of the encodings that the request holds, each with its holder.
+        self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}
         self._free: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __contains__(self, digest: bytes) -> bool:

@@ -61,8 +61,8 @@ class ImageSteps:
         self._keeps_whole = keeps_whole
         self._num_tokens_left = max_encoder_tokens
         self._encodes_any = False
-        self._num_open = 0  # requests with images
-        # encodings to release in the next step
+        self._num_open = 0  # number of open requests with images
+        # Encodings that the next step releases: (digest of the image, holder).
         self._computed: list[tuple[bytes, tuple[str, int]]] = []
         # What to encode and to drop since the latest plan. A scheduled step may be given up before
         # it is planned, so the next plan then contains its changes, too.
@@ -180,7 +180,7 @@ class ImageSteps:
         for index in missing:  # last, because new encodings may evict free ones
             span = images.spans[index]
             holder = (request.request_id, span.first)
-            # False if the image comes twice in the prompt
+            # An image that comes twice in the prompt is in the cache the second time.
             if not self.cache.hold(span.digest, holder):
                 self._encode_image(images, index, holder)
 

@@ -39,7 +39,7 @@ def encoding_of(array: PixelArray) -> ImagePixels:
 
 
 class PromptImages:
-    """The images of a prompt.
+    """The images of a prompt, and their pixel values or encodings.
 
     Args:
         images: the images, in order.

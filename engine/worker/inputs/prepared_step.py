@@ -24,7 +24,7 @@ class ModelInput:
     # [num_tokens] int64, for RoPE; [3, num_tokens] for three axes
     positions: Tensor
     last_token_rows: Tensor  # [num_sampling] int64, rows of the tokens whose logits are needed
-    groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
+    groups: tuple[AttentionMetadata | StateMetadata, ...]  # metadata of each KV cache group
     adapters: tuple[AdapterSpan, ...] = ()  # runs of tokens that have an adapter
     images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 

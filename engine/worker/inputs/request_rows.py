@@ -169,7 +169,7 @@ class RequestRows:
         return RequestSnapshot(
             request.sampling_params,
             known if len(known) == num_tokens else known[:num_tokens],
-            # read only if sampling depends on known tokens
+            # This is read only if sampling depends on known tokens.
             request.num_prompt_tokens if known else 0,
             request.stop_token_ids,
         )
