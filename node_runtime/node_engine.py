@@ -121,7 +121,8 @@ def load_engine(
     """
     folder = find_model_folder(model)
     identity = folder_identity(folder)
-    if "weights" not in identity:  # missing files may be files not needed
+    # Weight files that the index lists may be missing because they are not needed.
+    if "weights" not in identity:
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()
     engine = make_engine(folder, config, identity, grammars=grammars)

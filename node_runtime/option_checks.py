@@ -52,7 +52,7 @@ def source_of(adapter: str) -> str:
 
 
 def _check_adapters(options: NodeOptions) -> None:
-    """Check that the adapters to load at the start can be found; whether they fit comes later."""
+    """Check that the adapters to load at the start can be found; their fit is checked later."""
     if options.weights_root and not Path(options.weights_root).is_dir():
         raise ConfigError(f"weights_root: {options.weights_root}: no such folder")
     if options.adapter_root and not Path(options.adapter_root).is_dir():

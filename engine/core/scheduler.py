@@ -583,7 +583,7 @@ class Scheduler:
             missing += request.num_tokens_pending - request.num_tokens_in_flight
             if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
                 return 0
-            if request.request_id in self.drafts.kept:  # its drafts would be out of date
+            if request.request_id in self.drafts.kept:  # the step in flight replaces its drafts
                 return 0
         if missing == 1:
             if self._num_decodes_left <= 0:  # left for a later micro-batch

@@ -298,7 +298,7 @@ class AsyncLLM:
         dimensions: int | None = None,
         adapter: str = "",
     ) -> list[Embedding]:
-        """Return the embedding of each input; see `LLM.embed`. Cancelling the task aborts it."""
+        """Return the embedding of each input; see `LLM.embed`. Cancelling the task aborts all."""
         embed = functools.partial(
             OfflinePooling.embed, prompt_name=prompt_name, dimensions=dimensions
         )
@@ -493,6 +493,7 @@ class AsyncLLM:
         """Change the engine once no request is open.
 
         Args:
+            how: whether open requests finish first, or end now with the tokens so far.
             apply: makes the change, on the engine's thread.
             begin: begins to load new weights while open requests go on; None: the change needs no
                 new weights.

@@ -110,7 +110,7 @@ def _sized_file(image: Any, field: str) -> SizedFile:
 
 def _png(image: Any, field: str) -> bytes:
     """Return a Pillow image or an array as the bytes of a PNG file, which keeps every pixel."""
-    from PIL import Image  # imported here, because it is slow
+    from PIL import Image  # imported here, because importing it is slow
 
     if not isinstance(image, Image.Image):
         try:

@@ -77,7 +77,7 @@ def best_scores(
         keys: `[num_rows, 2]`, random words of each row.
 
     Returns:
-        `[num_rows]`.
+        The winning token ids, `[num_rows]`.
     """
     scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
     best = np.full(num_rows, -np.inf)

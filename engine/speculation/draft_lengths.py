@@ -169,7 +169,7 @@ class Acceptance:
         self._looked_at = self._looked_at * self._memory + 1
 
     def rate(self, prior: float = _FIRST_PRIOR) -> float:
-        """Return the chance that a draft is right if all earlier ones are; ``prior``: no data."""
+        """Return the chance that a draft is right if earlier ones are; ``prior`` without data."""
         rate = (self._right + _PRIOR_WEIGHT * prior) / (self._looked_at + _PRIOR_WEIGHT)
         return min(rate, 0.99)
 

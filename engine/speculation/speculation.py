@@ -86,7 +86,7 @@ class Speculation:
         self._drafting_costs = DraftingCosts()
         self.choice: Choice | None = None
         self._gain = 1.0  # gain by drafts, see `Choice.gain`
-        self._num_rows = 0  # number of requests that continue
+        self._num_rows = 0  # number of requests that continue after the latest step
 
     def num_to_draft(self, num_rows: int, can_draft: Callable[[], bool] = YES) -> int:
         """Return how many drafts the next step is to make after each sampled token.

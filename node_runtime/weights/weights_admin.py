@@ -213,7 +213,7 @@ class WeightsAdmin:
             return
         try:
             async with asyncio.timeout(_KNOWN_WITHIN_S):
-                while not self._links().all_know_drain:  # noqa: ASYNC110  # only beats tell
+                while not self._links().all_know_drain:  # noqa: ASYNC110  # no event tells
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             logger.warning("a router does not know that this node drains")

@@ -59,7 +59,7 @@ class DraftingStep:
     is_silent: bool = False
 
 
-# Values of these fields in a step that makes no drafts.
+# The input of a step in which the drafter has no request to read.
 FOR_NOBODY = DraftingStep(
     num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
     num_known=(), token_ids=(), next_token_ids=(), parameters=np.zeros(0, PARAMETERS),

@@ -1,7 +1,7 @@
 """StepExtras: what a step computes besides tokens: image encodings, pooled results, and drafts.
 
     before the forward    new images are encoded; some tokens read encodings
-    after the forward     prompts that end in this step get their pooled numbers
+    after the forward     prompts that end in this step get their pooled results
     after the sampler     a drafter drafts the tokens after the sampled ones
 
 Refuses to know: how a forward is run, sampling.

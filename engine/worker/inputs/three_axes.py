@@ -22,7 +22,7 @@ from engine.worker.inputs.step_columns import Ints
 
 
 def position_delta(spans: Sequence[ImageSpan]) -> int:
-    """Return the position of a token after all images, minus its index in the sequence."""
+    """Return the RoPE position of a token after all images, minus its index in the sequence."""
     return sum(max(span.grid) - span.num_tokens for span in spans)
 
 
