@@ -208,7 +208,7 @@ class EncodeNode:
         self._pixels.submit(images)
 
     def _cancel(self, concerns: Callable[[_Job], bool]) -> None:
-        """End all jobs for which ``concerns`` returns True, without telling the prefill node."""
+        """End all jobs for which ``concerns`` is True; their prefill nodes know of it already."""
         for digest, work in list(self._works.items()):
             work.jobs = [job for job in work.jobs if not concerns(job)]
             if not work.jobs:

@@ -18,8 +18,8 @@ _FEW_TOKENS = 64
 # machine, smaller steps are measured.
 _MOST_SECONDS = 0.25
 _LONG_S = 0.1
-# Multiplies positions to get token ids: a prime spreads the ids over the vocabulary, so that no
-# expert gets all tokens.
+# Multiplies positions or row numbers to get token ids: a prime spreads the ids over the vocabulary,
+# so that no expert gets all tokens.
 _STRIDE = 7919
 _GREEDY = SamplingParams(temperature=0)
 _NO_HOOKS = StepHooks()

@@ -4,7 +4,7 @@ prefill                                         from its command to the end of i
   prefill.queue                                 waits for its first chunk; the receipt's queue_s
   prefill.compute                               up to token 1; the receipt's prefill_s
     prefill.chunk ...
-  prefill.push                                  from its first chunk until decode has all its KV
+  prefill.push                                  from first chunk until the decode node has its KV
 """
 
 from __future__ import annotations

@@ -311,5 +311,5 @@ def make_sender(
 
 
 def _near(network: KVNetwork) -> dict[str, Any]:
-    """Return replacements for the connector's parts that watch and greet other processes."""
+    """Return replacements for the connector's parts that connect to and watch processes."""
     return {"channels": _OpenChannels(), "make_peers": partial(NearPeers, network=network)}

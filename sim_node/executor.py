@@ -118,7 +118,7 @@ class SimExecutor:
         options: sizes and timing of the node.
         role: the node's role, which decides how long a step takes.
         clock: the node's clock.
-        on_layer: called when a layer of a step with prompts is computed.
+        on_layer: called when a layer is computed, in steps that call ``after_layer``.
 
     Attributes:
         timing: times of steps; replace it to make the node slow.
@@ -230,7 +230,7 @@ class SimExecutor:
     def _seconds(
         self, num_tokens: int, num_pairs: int, num_decoding: int = 0, num_kv_tokens: int = 0
     ) -> float:
-        """Return the duration of a step with this many prompt tokens and decodes."""
+        """Return the seconds of a step with these numbers of prompt tokens, pairs and decodes."""
         if self._role is NodeRole.PREFILL:
             num_tokens += num_decoding  # of requests that continue earlier outputs
             return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)

@@ -58,7 +58,7 @@ class StepSampler:
     def draw_on_device(
         self, logits: Tensor, sampling: SamplingInput, device: torch.device
     ) -> Tensor:
-        """Return the tokens, `[num_sampling]` int64 on the device; `NO_TOKEN` marks bad logits."""
+        """Draw tokens, `[num_sampling]` int64 on the device; `NO_TOKEN` where logits are bad."""
         tensors = upload_parameters(sampling.parameters, sampling.keys, device)
         return sample_on_device(logits, tensors)
 

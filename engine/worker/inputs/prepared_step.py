@@ -59,7 +59,7 @@ class PreparedStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Return whether some computed token, such as a prompt's, samples no next token."""
+        """Return whether some token of the step, such as one in a prompt, samples no next token."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
 
 

@@ -49,7 +49,7 @@ class RotaryPositions:
         num_rows: maximum number of requests in a step.
 
     Attributes:
-        deltas: `[num_rows]`, see `position_delta`; 0: no images.
+        deltas: `[num_rows]`, RoPE position minus index of tokens after all images; 0: no images.
         is_active: whether any row has images.
     """
 
