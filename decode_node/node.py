@@ -200,7 +200,7 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether so little of a prompt is uncached that this node computes it at once."""
+        """Return whether this node computes a prompt at once, as little of it is not cached."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.kv_cache_manager.num_usable_cached_tokens(request)

@@ -200,7 +200,7 @@ class SimTransport:
 
 
 class _Open:
-    """A channel to a peer that does not encrypt messages."""
+    """A channel to a peer, which does not encrypt messages."""
 
     def seal(self, body: bytes) -> bytes:
         return body

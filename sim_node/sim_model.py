@@ -58,7 +58,7 @@ def prompt_key(prompt_token_ids: Sequence[int]) -> int:
 
 
 def token_at(key: int, index: int, vocab_size: int) -> int:
-    """Return the output token at a position (from 0) for the prompt with this key."""
+    """Return output token ``index`` (from 0) for the prompt whose `prompt_key` is ``key``."""
     mixed = (key + (index + 1) * _GOLDEN) & _MASK
     return (mixed ^ (mixed >> 29)) % vocab_size
 

@@ -60,7 +60,8 @@ class StepBuffers:
         self.last_token_rows = Buffer(max_num_tokens, torch.int64, pin)
         self.sampling_rows = Buffer(max_num_tokens, torch.int64, pin)
         self.pending_tokens = Buffer(2 * max_rows, torch.int64, pin)
-        self.decodes: KeptDecodes | None = None  # set if its buffers can be reused
+        # set if a later decode step can reuse these buffers
+        self.decodes: KeptDecodes | None = None
         max_segments = max_num_tokens if state_groups else 0
         self.segment_start_loc = Buffer(max_segments + 1, torch.int32, pin)
         self.request_start_loc = Buffer(max_rows + 1, torch.int32, pin)
