@@ -7,8 +7,7 @@ whose next missing block is arriving with another request first waits for that t
        ^           |
        '-- waiters of a transfer that brings their next missing block
 
-Waiting requests hold no blocks, so they cannot keep each other from getting blocks. Refuses to
-know: peers, messages.
+Waiting requests hold no blocks, so they cannot block each other. Refuses to know: peers, messages.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class GrantQueue:
         self._num_tokens = 0
         self._coming: dict[BlockHash, Key] = {}  # by missing block, the transfer that brings it
         # The refused first request, with the numbers of free blocks and of waiting requests when it
-        # was refused. Until blocks are freed or the second number changes, its blocks need not be
-        # looked up again.
+        # was refused. It is refused again until blocks are freed or the second number changes.
         self._refused: tuple[Key, int, int] | None = None
 
     def add_parked(self, key: Key, request: Request) -> None:

@@ -61,11 +61,9 @@ class Reservation:
 
     Attributes:
         block_ids: blocks that the prefill node may write.
-        num_received_tokens: number of leading tokens whose KV is complete, by the highest
-            watermark.
+        num_received_tokens: leading tokens whose KV is complete, by the highest watermark.
         committed_at_step: number of steps that the engine had ended before the commit.
-        start_is_received: whether `Start` came, so that the prefill node computes the prompt and
-            waits for a grant.
+        start_is_received: whether `Start` came, so that the prefill node waits for a grant.
     """
 
     request: Request
@@ -140,8 +138,7 @@ class Reservations:
     ) -> Reservation:
         """Return a COMMITTED reservation for a request whose prompt this node computes.
 
-        Prefill node ``engine_id`` gets a `Cancel` for its `Start`, which may come before or after
-        this call.
+        Prefill node ``engine_id`` gets a `Cancel` for its `Start`, which may have come or may come.
         """
         key = (request.request_id, epoch)
         now = self._clock()
@@ -162,8 +159,7 @@ class Reservations:
     def settle(self, event: TransferEvent) -> Reservation | None:
         """Apply a transfer event; return the reservation if it is now COMMITTED or has failed.
 
-        A failed reservation is QUARANTINED: its request is aborted, and its blocks are free or in
-        quarantine.
+        A failed reservation is QUARANTINED: request aborted, blocks free or in quarantine.
         """
         key = (event.request_id, event.epoch)
         reservation = self._open.get(key)
@@ -344,8 +340,7 @@ class Reservations:
             reservation.block_ids = self._engine.kv_cache_manager.keep_received(
                 reservation.request, reservation.num_received_tokens
             )
-        # Without a `Start`, the peer writes nothing yet; a later `Start` finds the request in
-        # `_ended`.
+        # Without a `Start`, the peer writes nothing; a later one finds the request in `_ended`.
         if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:

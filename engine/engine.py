@@ -35,8 +35,7 @@ class Engine:
         kv_memory: memory of the KV cache on the worker; see `KVMemory`.
         adapters: the LoRA adapters in memory.
         features: grammars, images and drafts.
-        figures: counts and times of the steps, from which the limit on a step's prompt tokens
-            follows.
+        figures: counts and times of the steps, and the limit on prompt tokens that follows.
         kv_cache_manager: allocates the blocks of the KV cache, and finds cached prefixes.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
@@ -203,16 +202,14 @@ class Engine:
         tokens on the device. A request that the previous step ended is still computed in the
         launched step, and keeps its blocks until that step has ended. A step is launched only after
         the previous step has ended if its logits depend on the previous tokens on the host
-        (penalties, grammars), or if it returns logprobs of a prompt that is computed in several
-        chunks.
+        (penalties, grammars), or if it returns logprobs of a prompt of several chunks.
 
         With pipeline stages: launch the step; return an empty result while fewer steps than stages
         are in flight, else wait for the oldest step and return its result.
 
         Args:
             after_layer: called on the computing thread after each layer of the scheduled step; must
-                be quick. On a GPU, the call only says that the layer is launched; `KVMemory.fence`
-                tells when it is computed.
+                be quick. On a GPU, the layer is then only launched; see `KVMemory.fence`.
         """
         started = time.monotonic()
         if not self.executor.runs_ahead:

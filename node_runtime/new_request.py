@@ -17,8 +17,7 @@ def new_request(
     """Check a command, and make the engine's request for it.
 
     Args:
-        max_tokens: maximum number of new tokens, if fewer than the command allows; prefill nodes
-            give 1.
+        max_tokens: maximum number of new tokens, if fewer than the command allows.
 
     Raises InvalidRequestError.
     """

@@ -50,8 +50,7 @@ class _Job:
     """A prefill command in progress, with its request.
 
     Attributes:
-        encodings: the encodings that encode nodes send for the prompt; None: no encode node sends
-            any.
+        encodings: the encodings that encode nodes send for the prompt; None: they send none.
     """
 
     command: PrefillCommand
@@ -185,8 +184,7 @@ class PrefillNode:
         """End all requests and hand-offs that an abort message of the router concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
-        # Also end hand-offs after token 1, because the decode node may be alive and serve another
-        # router.
+        # Also end hand-offs after token 1: the decode node may belong to another router.
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
@@ -251,8 +249,7 @@ class PrefillNode:
             self._note_chunks(result.scheduled)
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
-            # The engine ends every request after one token, even if a decode node continues the
-            # output.
+            # The engine ends each request after one token, also if a decode node continues.
             goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
             receipt = PrefillReceipt(

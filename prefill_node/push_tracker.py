@@ -50,10 +50,8 @@ class _Handoff:
         engine_id: engine id of the decode node.
         block_ids: ids of the transferred blocks that are allocated so far.
         start_is_sent: whether the decode node was told that this node computes the prompt.
-        held_block_ids: ids of all blocks that this hand-off has a reference on, including blocks
-            from before a preemption.
-        tail: pushes the blocks from ``tail_first`` on, one group of layers at a time; None: no tail
-            does.
+        held_block_ids: ids of all blocks referenced here, also those from before a preemption.
+        tail: pushes the blocks from ``tail_first`` on, some layers at a time; None: no tail.
     """
 
     request: Request
@@ -130,8 +128,7 @@ class PushTracker:
     def track_request(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
         """Register a request whose KV a decode node will receive.
 
-        Ends the hand-off of an older attempt, whose blocks stay referenced while writes are in
-        flight.
+        Ends an older attempt's hand-off; its blocks stay referenced while writes are in flight.
         """
         self.drop(request.request_id, "")
         now = self._clock()
@@ -168,12 +165,11 @@ class PushTracker:
                     if self._num_groups > 1
                     else (),
                 )
-            # The request was preempted and starts again with other blocks.
+            # The prompt is recomputed in other blocks.
             if request.num_preemptions != handoff.num_preemptions:
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # None of the transferred blocks was freed meanwhile: they stay in the window until the
-            # prompt's end.
+            # No transferred block was freed: they stay in the window until the prompt's end.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]

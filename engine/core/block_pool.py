@@ -121,8 +121,7 @@ class BlockPool:
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.previous = self._tail, self._head
-        # By hash: nearly always one block; a dict by block id only if several blocks hold the
-        # content.
+        # By hash: one block, or a dict by block id if several blocks hold the content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
 
@@ -222,8 +221,7 @@ class BlockPool:
         """Enter full, committed blocks into the prefix cache; they are never written again.
 
         Args:
-            parent: hash of the block before the first of ``block_ids``; None: the first block
-                begins a sequence.
+            parent: hash of the block before these; None: the first block begins a sequence.
             silent: record no event when these contents are stored or removed.
             cache_class: cache class of contents not cached before; see top of file.
         """
@@ -341,8 +339,7 @@ class BlockPool:
     def _take_extents(self, num_blocks: int) -> list[int] | None:
         """Unlink runs of blocks with consecutive ids, preferably from the first half of the window.
 
-        While there are never-used blocks, only blank blocks are considered; returns None if they
-        are too few or too scattered.
+        While there are never-used blocks, only blank blocks are considered; None: too few of them.
         """
         # Look into the second half of the window only if the first half has too few blocks.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))

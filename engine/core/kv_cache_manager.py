@@ -23,8 +23,7 @@ class GrantedBlocks:
     """The blocks that a remote node writes for a parked request.
 
     Attributes:
-        first_block: number of leading blocks of the hand-off (`KVCacheManager.handoff_indices`)
-            that are already cached here.
+        first_block: number of leading blocks of the hand-off that are already cached here.
         block_ids: ids of the hand-off's other blocks, in order, which the remote node writes.
         groups: KV cache group of each block in ``block_ids``; empty: there is only one group.
     """
@@ -101,8 +100,8 @@ class KVCacheManager:
         """Return how many tokens of a new request would be found in the prefix cache now.
 
         The last token must be computed for its logits and is not counted, unlike in
-        `find_initial_prefix`. Layers with a sliding window add little to the count, because only
-        their last window is cached.
+        `find_initial_prefix`. Layers with a window add little to the count: only their last window
+        is cached.
         """
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
@@ -123,8 +122,7 @@ class KVCacheManager:
             num_reserved: number of blocks that must stay free afterwards.
 
         Returns:
-            The number of tokens in the prefix; None, with nothing changed, if too few blocks are
-                free.
+            Number of tokens in the prefix; None, with nothing changed, if too few blocks are free.
         """
         assert not request.block_ids
         cached = self.find_cached_blocks(request)
@@ -143,8 +141,7 @@ class KVCacheManager:
     def share_prompt(self, request: Request, sibling: Request) -> None:
         """Share the full blocks of a request's prompt with ``sibling``, which has no blocks.
 
-        The block with the prompt's last token is not shared: the sibling must compute this token
-        for its logits.
+        The block with the prompt's last token is not shared: the sibling needs its logits.
         """
         num_blocks = (request.num_prompt_tokens - 1) // self.block_size
         null_block = self._null_block
@@ -187,8 +184,7 @@ class KVCacheManager:
         The last initial token may be part of the prefix.
 
         Returns:
-            The number of cached tokens, and the hashes of the full blocks after them; no hashes
-            without a prefix cache.
+            The number of cached tokens, and the hashes (if any) of the full blocks after them.
         """
         cached = self._longest_hit(request, request.num_initial_tokens)
         num_blocks = len(cached) // self.num_groups
@@ -202,8 +198,7 @@ class KVCacheManager:
         """Allocate blocks until the request has room for ``num_tokens`` tokens.
 
         Returns:
-            The ids of the added blocks (maybe none); None, with nothing changed, if too few blocks
-            are free.
+            The ids of added blocks, maybe none; None, with nothing changed, if too few are free.
         """
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
@@ -216,8 +211,7 @@ class KVCacheManager:
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
         """Give a request without blocks its cached prefix, and blocks for the rest.
 
-        The prefix may include the last initial token, because the remote node samples the token
-        after it.
+        The prefix may include the last initial token: the remote node samples the next one.
 
         Args:
             num_tokens: tokens to have room for, at least all initial tokens. Blocks that slide out

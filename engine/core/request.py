@@ -27,8 +27,8 @@ class RequestStatus(Enum):
 
     Attributes:
         finish_reason: why the request has ended; None: it has not ended.
-        is_finished: whether the request has ended. Both are read several times per token, so they
-            are plain attributes.
+        is_finished: whether the request has ended. Both attributes are read several times per
+            token.
     """
 
     finish_reason: FinishReason | None
@@ -69,12 +69,10 @@ class Request:
         num_computed_tokens: leading tokens whose KV is in the cache.
 
         priority: the client's priority; smaller values run first. See ``scheduling_policy``.
-        rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
-            last.
+        rank: order of scheduling, set by the scheduler; the smallest rank is preempted last.
         row: row of the worker's batch that holds the request; -1: none. Set by `StepPlanner`.
         num_planned_blocks: blocks that the worker has been told of. Set by `StepPlanner`.
-        num_tokens_in_flight: tokens computed by steps in flight: two at most, or as many as there
-            are pipeline stages.
+        num_tokens_in_flight: tokens that steps in flight compute (at most two, or one per stage).
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
             drafts may sample more, so it must end before the request's next step is scheduled. With
             several pipeline stages, every step that samples for the request must end first.
@@ -85,8 +83,7 @@ class Request:
         extra_keys: values besides the tokens that the KV depends on, such as the adapter's digest.
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as computed.
         num_cached_blocks: number of leading blocks that are entered in the prefix cache.
-        cache_class: highest class of cached blocks that the request may use (`block_pool.py`); set
-            by `Drafts`.
+        cache_class: highest class of cached blocks that the request may use; set by `Drafts`.
 
         images: images of the prompt, shared with sibling requests; None: the prompt is only text.
 
@@ -98,8 +95,7 @@ class Request:
             `SamplingParams.changes_logits`.
         grammar: state of the output's grammar and of the thought (reasoning) before the answer;
             None: unconstrained, or not compiled yet.
-        siblings: requests with the same prompt, which share the prompt's blocks once they are
-            computed.
+        siblings: requests with the same prompt, which share the prompt's computed blocks.
         prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
 
         num_cached_tokens: tokens found in the prefix cache at admission or grant.
@@ -178,8 +174,7 @@ class Request:
         """Make a request from a user's prompt and parameters.
 
         Args:
-            max_tokens: maximum number of new tokens, if fewer than ``sampling_params`` allows; a
-                prefill node gives 1.
+            max_tokens: maximum number of new tokens, if fewer than ``sampling_params`` allows.
             output_token_ids: output tokens of earlier attempts, which the output continues.
             extra_keys: values besides tokens and adapter that the KV depends on.
             adapter: digest of a loaded adapter; empty: the base model.

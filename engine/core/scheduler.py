@@ -59,8 +59,7 @@ class Scheduler:
         by_priority: whether requests run in order of priority; otherwise in order of arrival.
         drafting: decides how many drafts pay off; None: there are no drafts.
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
-        encoder_cache_tokens: maximum number of tokens of all image encodings that the workers
-            cache.
+        encoder_cache_tokens: maximum tokens of all image encodings that the workers cache.
         max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
         num_stages: number of pipeline stages. With several stages, running requests are divided
             into as many micro-batches, each a step in flight (ADR 0107).
@@ -73,8 +72,7 @@ class Scheduler:
         counters: counts of all work since the start.
         failures: (request id, reason) of requests that cannot continue. The reader of this list
             aborts the requests that are still open, then empties the list.
-        handed_back: requests that ended because another node must compute them; the reader empties
-            the list.
+        handed_back: ended requests that another node must compute; the reader empties the list.
         drafts: drafts for later steps.
         grammars: lets requests with grammars sample once their masks are ready.
         images: chooses the images that each step encodes.
@@ -232,8 +230,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; return the request, or None if the id is unknown.
 
-        If a remote node may still write a parked request's blocks, the caller must first take
-        references on these blocks.
+        If a remote node may still write a parked request's blocks, first take references on them.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -293,7 +290,7 @@ class Scheduler:
         stages, a request that samples in a running step is left for a later step, so that a plan
         contains all its tokens, and a step decodes at most its share of the requests that decode.
         Requests that compute drafts in a running step, or get drafts from it, are left for a later
-        step. No request is preempted, as running steps write into its blocks: if memory is short,
+        step. No request is preempted, as running steps write its blocks; if memory is short,
         nothing is scheduled.
 
         Args:
@@ -312,8 +309,7 @@ class Scheduler:
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
         elif self._room.num_remote:
-            # Keep the step short: a request whose remote KV arrives meanwhile must wait for the
-            # step's end.
+            # Keep the step short: a request whose KV arrives meanwhile must wait for its end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
         self._num_decodes_left = ALL if self.num_stages == 1 else self._decodes_per_step()
@@ -342,8 +338,7 @@ class Scheduler:
         """Remove requests whose grammar masks are not ready from a step that was scheduled ahead.
 
         The previous step has sampled tokens since this step was scheduled, so grammars need new
-        masks. Prompt chunks stay in the step, because hooks that send their blocks after each layer
-        may already exist.
+        masks. Prompt chunks stay in the step: hooks that send their blocks may already exist.
         """
         self.grammars.masks.wait()
         return scheduled.without(self.grammars.lacks_mask)
@@ -464,8 +459,7 @@ class Scheduler:
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
         """Schedule running requests, in order of rank.
 
-        Returns the unused budget; None if a request lacks blocks and a step in flight forbids
-        preemption.
+        Returns the unused budget, or None if blocks are lacking while a step is in flight.
         """
         block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
         for request in self._running:  # preemption shortens the list after this request
@@ -502,8 +496,7 @@ class Scheduler:
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
                     break
-                # No request runs, and arrived requests hold so many blocks that none of them can
-                # start: preempt one.
+                # No request runs, and no arrived request can start: preempt the last one.
                 self._preempt(self._room.pop_last_arrived())
                 continue
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
@@ -529,8 +522,7 @@ class Scheduler:
             self._room.pop()
             request.num_computed_tokens = num_cached
             if not request.can_compute_from(num_cached):
-                # The request came without image files, and the cached blocks of its images are
-                # gone.
+                # The request has no image files, and cached blocks of its images are gone.
                 self._hand_back(request)
                 continue
             if request.num_preemptions == 0:
@@ -600,8 +592,7 @@ class Scheduler:
         """Return how many requests decode in the next step, if all stages are to have equal work.
 
         Requests in flight count, too. A request that a step leaves out runs in one of the next
-        steps. While requests are left out, all steps in flight have a full share, so the last step
-        takes the remaining requests.
+        steps. While requests are left out, the steps in flight have full shares.
         """
         num_decodes = sum(map(_is_decoding, self._running)) + self._room.num_arrived
         return max(-(-num_decodes // self.num_stages), 1)
@@ -656,8 +647,7 @@ class Scheduler:
         if num_tokens >= prompt_left:
             for sibling in request.take_siblings():
                 self.kv_cache_manager.share_prompt(request, sibling)
-                # Each computed position predicts the next prompt token, except the prompt's last
-                # position.
+                # Each computed position but the prompt's last predicts the next prompt token.
                 sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
                 self._room.queue(sibling)
 

@@ -34,12 +34,10 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
     """Tells the worker to assign a row to a new request; the row then has no blocks.
 
     Attributes:
-        token_ids: all known tokens, if sampling depends on them; else empty. The worker appends
-            later tokens.
+        token_ids: all known tokens, if sampling depends on them; the worker appends later ones.
         is_drafted_for: whether the drafter reads the request and makes drafts for it.
         adapter: digest of the adapter that computes the request; empty: the base model.
-        images: the prompt's images, which determine position ids in models with three position
-            axes.
+        images: the prompt's images, which determine position ids if there are three axes.
         pooling: what to compute from the request's hidden states; None: sample tokens.
     """
 

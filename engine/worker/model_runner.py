@@ -82,8 +82,7 @@ class ModelRunner:
         """Write the inputs of a step into rows and buffers; return the step for `launch`.
 
         Args:
-            eager: whether `launch` will get an ``after_layer`` callback, so that no graph can be
-                replayed.
+            eager: whether `launch` gets an ``after_layer`` callback, which no graph supports.
         """
         batch = self._input_batch
         prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
@@ -164,8 +163,7 @@ class ModelRunner:
         logits = self._model.compute_logits(last, spans)
         if not self._ranks.leads:
             if self._device.type == "cuda":
-                # With NCCL, the first send waits for the receiver, so the receiver must not wait
-                # for a next step.
+                # With NCCL, the first send waits for the receiver, so receive the tokens now.
                 self._receive_tokens()
             return self._launched_step(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
