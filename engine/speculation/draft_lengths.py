@@ -31,7 +31,7 @@ _PRIOR_WEIGHT = 2.0  # weight, in drafts, of all requests' rate in one request's
 _FIRST_PRIOR = 0.7
 _FIRST_TRIED = 8  # times of so many first steps with drafts, which record tapes, are ignored
 TRY_AFTER = 512  # steps without drafts until a trial; doubles after each trial
-TRY_AT_LEAST = 8192  # maximum of this growing number of steps
+TRY_AT_LEAST = 8192  # maximum number of steps without drafts until a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
 # Drafts must multiply the tokens per second by this factor, or none are made: smaller gains are
 # within noise, and requests that finish early leave smaller batches.

@@ -326,7 +326,7 @@ def choose_num_blocks(
 def choose_max_model_len(
     model: ModelConfig, config: EngineConfig, spec: KVCacheSpec, num_blocks: int
 ) -> int:
-    """Return the maximum tokens of one request, which model, options and whole cache limit.
+    """Return the maximum number of tokens of one request, by model, options and cache size.
 
     A request starts with blocks for all its tokens in every group, so sliding windows do not raise
     this limit.
