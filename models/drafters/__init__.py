@@ -1,4 +1,6 @@
-"""Networks that draft a model's next tokens; each has a file, and a line here. Lazy imports."""
+"""Networks that draft a model's next tokens: one file per method, and one line in this table.
+
+A method's file is imported when the method is used."""
 
 from __future__ import annotations
 
