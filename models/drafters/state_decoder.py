@@ -219,7 +219,7 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.take_states``; for EAGLE-3, ``fc`` maps several states to one."""
+        """Implement ``LayersDrafter.take_states``; EAGLE-3's ``fc`` maps several states to one."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)

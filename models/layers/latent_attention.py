@@ -19,7 +19,8 @@ from models.layers.norm import RMSNorm
 from models.parallel.shards import Rank, Span, scaled
 from models.recipe import LatentSpec
 
-# Epsilon of the norms between low-rank projections; the config's `rms_norm_eps` does not apply.
+# Epsilon of the norms between low-rank projections. As in transformers, `rms_norm_eps` of
+# config.json does not apply to these norms.
 _EPS = 1e-6
 
 
@@ -27,9 +28,9 @@ class LatentProjection(nn.Linear):
     """The projection of latents to keys and values: ``kv_b_proj`` of a checkpoint.
 
     Args:
-        num_heads: heads; each has rows for its key, then for its value.
+        num_heads: number of heads; each has rows for its key, then rows for its value.
         rank: size of a latent.
-        key_dim: size of a head's key, without the rotated part.
+        key_dim: size of a head's key without the rotated part, which latents do not contain.
         value_dim: size of a head's value.
     """
 
@@ -38,13 +39,16 @@ class LatentProjection(nn.Linear):
         self._sizes = (num_heads, key_dim, value_dim, rank)
 
     def keep_heads(self, heads: Span) -> None:
-        """Keep some heads; call before weights are loaded."""
+        """Keep only the heads of one rank; call before weights are loaded."""
         _, key_dim, value_dim, rank = self._sizes
         keep_outputs(self, scaled(heads, key_dim + value_dim))
         self._sizes = (heads[1] - heads[0], key_dim, value_dim, rank)
 
     def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Split ``[out_features, rank]`` into keys and values, each ``[num_heads, dim, rank]``."""
+        """Split a weight ``[out_features, rank]`` into matrices of keys and of values.
+
+        Each is ``[num_heads, dim, rank]``.
+        """
         num_heads, key_dim, value_dim, rank = self._sizes
         heads = weight.view(num_heads, key_dim + value_dim, rank)
         return heads[:, :key_dim], heads[:, key_dim:]
@@ -62,20 +66,20 @@ class PackedLatentProjection(Computing):
     """A ``LatentProjection`` on a CPU, with both matrices packed.
 
     Args:
-        keys: ``num_heads`` times ``rank`` outputs of ``key_dim`` inputs.
-        values: ``num_heads`` times ``value_dim`` outputs of ``rank`` inputs.
+        keys: the transposed key matrices: ``num_heads * rank`` outputs, ``key_dim`` inputs.
+        values: the value matrices: ``num_heads * value_dim`` outputs, ``rank`` inputs.
     """
 
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # parameters, so that the panels' memory is counted
+        # parameters, so that code that counts a model's memory finds the panels
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 
     @property
     def packed(self) -> tuple[ops.PackedWeight, ops.PackedWeight]:
-        """Return the weights of keys and values."""
+        """Return the packed matrices of keys and of values."""
         return self._keys, self._values
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
@@ -119,7 +123,7 @@ class LatentAttention(Computing):
     def shard(self, rank: Rank) -> None:
         """Implement ``Shareable.shard``: each rank keeps some heads.
 
-        All ranks compute and store all latents; each rank uses them for its own heads.
+        Every rank computes and stores all latents, because all heads read the same latents.
         """
         spec = self._spec
         heads = rank.span(self._num_heads)

@@ -19,8 +19,8 @@ class GatedMLP(nn.Module):
         hidden_size: size of input and output.
         intermediate_size: size between the projections, after gating.
         bias: whether each of the three projections has a bias.
-        activation: activation of the gate, see ``ops.gated_mul``.
-        stored_joined: whether checkpoints have gate and up projection joined.
+        activation: activation of the gate, one of ``ops.ACTIVATIONS``.
+        stored_joined: whether checkpoints have one tensor for gate and up projection.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GatedMLP(nn.Module):
 
 
 class SquaredReluMLP(Computing):
-    """``down(relu(up(x)) ** 2)``: no gates (So et al., arXiv:2109.08668).
+    """``down(relu(up(x)) ** 2)``, an MLP without gates (So et al., arXiv:2109.08668).
 
     Args:
         hidden_size: size of input and output.
