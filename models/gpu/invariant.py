@@ -1,4 +1,4 @@
-"""InvariantPacker: GPU layers whose result for a token does not depend on the batch.
+"""InvariantPacker: makes GPU layers whose result for a token does not depend on the batch.
 
 Refuses to know: attention, files, how a product is computed.
 """
@@ -25,9 +25,9 @@ class InvariantPacker:
     """A ``WeightPacker`` that keeps weights unchanged, but uses batch-invariant products.
 
     Attributes:
-        kind: the GPU's model, because other models add in another order.
-        int8: packer of int8 layers, whose integer sums do not depend on order; None: no int8
-            layers.
+        kind: the GPU's model; results are equal only on GPUs of one model.
+        int8: packer of layers whose weights and inputs are int8, because sums of integers do not
+            depend on the order; None: no layer is int8.
     """
 
     kind: str

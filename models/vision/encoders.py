@@ -1,4 +1,4 @@
-"""make_encoder: the encoder of each vision spec."""
+"""make_encoder: builds the encoder that a vision spec describes."""
 
 from __future__ import annotations
 
