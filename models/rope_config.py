@@ -121,8 +121,8 @@ def parse_ropes(
         turning: default fraction of a head's dims that is rotated.
 
     Returns:
-        The embedding of all layers, or of layers with full attention; and the embedding of layers
-        with a window, if separate, else None.
+        Two rotary embeddings: the first for layers with full attention, the second for layers with
+        a sliding window. The second is None if the first is for all layers.
 
     Raises:
         ModelLoadError: the type is unknown, or a field is missing or out of range.

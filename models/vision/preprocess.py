@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _Array = np.ndarray[Any, np.dtype[Any]]
-# Arrays of image processors that encoders read. Except in flat lists of patches, the first axis is
-# the image.
+# Names of the image processors' arrays that encoders read. The first axis is the image, except in
+# flat lists of patches.
 _READ = ("pixel_values", "image_grid_thw", "image_position_ids")
 _FLAT = 2
 
