@@ -1,6 +1,6 @@
 """Builds the C library for all instruction sets, to be shipped in a wheel.
 
-    python -m baton_kernels.native.build_ahead FOLDER
+Run ``python -m baton_kernels.native.build_ahead FOLDER``.
 """
 
 from __future__ import annotations
