@@ -679,8 +679,8 @@ def rounded_kernel(
         if IS_EXACT:
             total = tl.dot(weight, x, total, out_dtype=tl.int32)
         else:
-            # Float8 sums in a matrix unit lose bits, so each block's sum is added outside. Scaling
-            # in between stops the compiler from merging the two sums.
+            # Matrix units lose bits when they sum products of float8, so the sums of blocks are
+            # added outside. Scaling in between keeps the compiler from merging both additions.
             product = tl.dot(weight, x)
             if GROUP:
                 group = start // GROUP
