@@ -56,7 +56,7 @@ class ImageRows(NamedTuple):
 
 
 class ImageEncoder(Protocol):
-    """A model's encoder of images."""
+    """A model's vision encoder: turns an image's pixels into embeddings."""
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
         """Return an image's embeddings, ``[num_placeholders, width]``.
@@ -83,9 +83,9 @@ def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """All inputs of one forward pass except token ids; always passed explicitly."""
+    """All inputs of one forward pass except token ids."""
 
-    # [num_tokens] int64, position of each token for RoPE; [3, num_tokens] for three axes: frame,
+    # [num_tokens] int64, each token's position for RoPE; with three axes, [3, num_tokens]: frame,
     # row and column
     positions: Tensor
     # For each KV cache group, its metadata and the attention backend that planned the step; a group
@@ -99,13 +99,13 @@ class ForwardContext:
 
     @property
     def max_seq_len(self) -> int:
-        """Return the tokens of the longest request in the step, which is equal in all groups."""
+        """Return the number of tokens of the longest request in the step."""
         metadata = self.groups[0][0]
         assert isinstance(metadata, AttentionMetadata)
         return metadata.max_seq_len
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """Return a layer's metadata, the backend that planned the step, and the layer's KV cache.
+        """Return an attention layer's metadata, the backend that planned the step, and the cache.
 
         The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, or ``[num_blocks,
         block_size, width]`` for latents.
@@ -145,7 +145,7 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Return the configuration that the model was built from."""
+        """Return the configuration from which the model was built."""
         ...
 
     @property

@@ -73,7 +73,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Return the recipe's layers."""
+        """Return the specs of all layers."""
         return self.recipe.layers
 
     @property

@@ -87,7 +87,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward on one residual stream, with norms before or after each."""
+    """A mixer and a feed-forward part on one residual stream, with norms before or after each."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def _can_share(part: nn.Module) -> bool:
 
 
 class Elsewhere(nn.Module):
-    """A placeholder for a part that another pipeline stage computes."""
+    """A placeholder for a module that this pipeline stage (or this drafter) does not have."""
 
 
 class Decoder(Computing):
@@ -223,7 +223,7 @@ class Decoder(Computing):
                 cast("DecoderLayer", layer).shard(ranks.group)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """Implement ``CausalLM.forward``."""
+        """Compute one step, and write keys and values into the cache; see ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
             delta = self.embed(input_ids)  # [num_tokens, hidden_size]
             for places, embeddings in context.images:
@@ -310,7 +310,7 @@ class AdaptedForward(Protocol):
     """Computes steps in which some tokens use adapters; `AdapterSlots` implements this."""
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """Implement ``CausalLM.forward``."""
+        """Compute one step, and write keys and values into the cache; see ``CausalLM.forward``."""
         ...
 
     def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
@@ -388,7 +388,7 @@ class DecoderForCausalLM(Computing):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Implement ``CausalLM.kv_scales``."""
+        """Return each layer's scales ``(key, value)`` for a float8 KV cache."""
         mixers = [getattr(layer, "self_attn", None) for layer in self.model.layers]
         return tuple(
             (mixer.k_scale, mixer.v_scale) if isinstance(mixer, Attention) else (1.0, 1.0)
@@ -396,7 +396,7 @@ class DecoderForCausalLM(Computing):
         )
 
     def checkpoint_name(self, name: str) -> str:
-        """Return a parameter's name in checkpoints; drafters override this."""
+        """Return the name that checkpoints give to a parameter called ``name`` in Baton's model."""
         return name if name.startswith(VISION) else self.config.recipe.stored_name(name)
 
     def ignores_weight(self, name: str) -> bool:
@@ -409,7 +409,7 @@ class DecoderForCausalLM(Computing):
         return name.startswith((*self._ignored, "mtp.", *(VISION + one for one in of_vision)))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """Implement ``CausalLM.forward``."""
+        """Compute one step, and write keys and values into the cache; see ``CausalLM.forward``."""
         if context.adapters:
             assert self.adapted is not None, "no adapter is loaded"
             return self.adapted.forward(input_ids, context)
@@ -417,7 +417,7 @@ class DecoderForCausalLM(Computing):
         return hidden
 
     def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
-        """Implement ``CausalLM.compute_logits``."""
+        """Return the logits of hidden states, ``[n, vocab_size]``; see ``CausalLM``."""
         if adapters:
             assert self.adapted is not None, "no adapter is loaded"
             logits = self.adapted.logits(hidden, adapters)
@@ -438,7 +438,7 @@ class DecoderForCausalLM(Computing):
         )
 
     def compute_labels(self, hidden: Tensor) -> Tensor:
-        """Implement ``CausalLM.compute_labels``."""
+        """Return the classification head's logits, ``[n, num_labels]``."""
         assert self.score is not None, "there is no classification head"
         logits: Tensor = self.score(hidden)
         return logits

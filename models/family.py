@@ -38,7 +38,7 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "no_rope_layers": (None,),
     "use_qk_norm": (None, False),
-    "attention_chunk_size": (None,),  # Llama 4, whose layers attend only within chunks
+    "attention_chunk_size": (None,),  # for Llama 4, whose layers attend only within chunks
     "per_layer_config": (None, {}),
     "rope_local_base_freq": (None,),
 }
@@ -49,7 +49,7 @@ _IS_CAUSAL = "is_causal"
 
 
 def as_written(fields: Fields) -> Fields:
-    """Return a file's fields unchanged, because they have the common names already."""
+    """Return a file's fields unchanged; their names are those that all families share."""
     return fields
 
 
@@ -109,7 +109,7 @@ class Family:
         )
 
     def _fill(self, values: Mapping[str, object]) -> dict[str, object]:
-        """Return a file's fields, with the architecture's defaults for missing fields."""
+        """Add the architecture's defaults for missing fields to a file's fields."""
         found = {name: value for name, value in values.items() if value is not None}
         return {**self.defaults, **values, **self.defaults_for_null, **found}
 

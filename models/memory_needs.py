@@ -1,4 +1,4 @@
-"""Computes from a model's configuration the memory of weights in each format, and of the KV cache.
+"""Computes, from a model's configuration, the memory that weights and KV cache take on a CPU.
 
 Refuses to know: tensors (this module does not import torch), how much memory a machine has.
 """
@@ -172,7 +172,7 @@ def _weight_bytes(
 
 
 def _is_narrow(config: ModelConfig) -> bool:
-    """Return whether the embedding is kept in bfloat16, even if the model computes in float32."""
+    """Return whether the embedding stays bfloat16 in memory, even for computing in float32."""
     is_plain = config.quantization is None or config.quantization.method == "mxfp4"
     return config.dtype == "bfloat16" and is_plain
 

@@ -102,7 +102,7 @@ class AttentionSpec(Part):
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         joined = query + 2 * key + (query if self.output_gate else 0)
         return [(joined, hidden_size), (hidden_size, query)]
@@ -153,14 +153,14 @@ class LatentSpec(Part):
         return 2 * self.num_heads * (self.width + self.kv_lora_rank)
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         query = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         rank, output = self.q_lora_rank, self.num_heads * self.v_head_dim
         queries = [(query, hidden_size)] if rank is None else [(rank, hidden_size), (query, rank)]
         return [*queries, (self.width, hidden_size), (hidden_size, output)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.exact_matrices`: the projection of latents to keys and values."""
+        """List the matrices that are never quantized: the projection of latents to keys, values."""
         size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [(size, self.kv_lora_rank)]
 
@@ -189,7 +189,7 @@ class Mamba2Spec(Part):
 
     @property
     def inner_size(self) -> int:
-        """Return the size of all heads together."""
+        """Return the size of all heads' inputs together."""
         return self.num_heads * self.head_dim
 
     @property
@@ -205,7 +205,7 @@ class Mamba2Spec(Part):
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         size = self.inner_size + self.num_channels + self.num_heads
         return [(size, hidden_size), (hidden_size, self.inner_size)]
 
@@ -243,7 +243,7 @@ class DeltaNetSpec(Part):
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         values = self.num_value_heads * self.value_dim
         size = self.num_channels + values + 2 * self.num_value_heads
         return [(size, hidden_size), (hidden_size, values)]
@@ -269,7 +269,7 @@ class ShortConvSpec(Part):
         return StateKV((StateArray((self.num_channels, self.kernel_size - 1)),))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         return [(3 * hidden_size, hidden_size), (hidden_size, hidden_size)]
 
 
@@ -290,7 +290,7 @@ class MlpSpec(Part):
     stored_joined: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         return mlp_matrices(hidden_size, self.inner_size, self.activation)
 
 
@@ -341,17 +341,17 @@ class ExpertsSpec(Part):
     stored_as_linears: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`: projections to and from latents, and shared experts."""
+        """List the matrices that all tokens use: projections of latents, and shared experts."""
         latent = self.latent_size
         around = [] if latent is None else [(latent, hidden_size), (hidden_size, latent)]
         return [*around, *mlp_matrices(hidden_size, self.shared_size, self.activation)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.exact_matrices`: the router, and the shared experts' gate."""
+        """List the matrices that are never quantized: the router, and the shared experts' gate."""
         return [(self.num_experts + self.has_shared_gate, hidden_size)]
 
     def expert_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.expert_matrices`."""
+        """List the matrices of all routed experts."""
         width = hidden_size if self.latent_size is None else self.latent_size
         return mlp_matrices(width, self.inner_size, self.activation) * self.num_experts
 
@@ -387,7 +387,7 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Return the layer's parts in order."""
+        """Return the layer's mixer, and its feed-forward part if it has one."""
         return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
 
 

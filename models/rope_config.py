@@ -38,7 +38,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
     original_max_position_embeddings: int | None = None
-    attention_factor: float = 1.0  # factor of cosines and sines
+    attention_factor: float = 1.0  # factor of all cosines and sines
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -55,7 +55,7 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of a head's dims that are rotated."""
-        whole = self.rope_type == "proportional"  # its frequencies cover all dims, some with 0
+        whole = self.rope_type == "proportional"  # rotates some dims by 0
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the ops' implementation for a tensor: C on CPUs, Triton on GPUs, else the reference.
+"""Chooses the implementation of ops by device: C on CPUs, Triton on GPUs, else the reference.
 
 No other module chooses implementations. Refuses to know: what the ops compute.
 """

@@ -167,6 +167,8 @@ class LowRankSlots:
         """Write one module of an adapter into its part of a slot.
 
         Args:
+            slot: index of the slot.
+            part: index of the part of the layer's output that the module changes.
             down: ``[rank, in_features]``.
             up: ``[num_columns, rank]``, already multiplied by the adapter's scale.
             gains: ``[num_columns]``, factors of the layer's own product; None: all are 1.

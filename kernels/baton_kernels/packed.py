@@ -40,7 +40,7 @@ class WeightFormat(Enum):
     FP16 = "fp16"
     # int8 with a scale per output; inputs are not rounded.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # e4m3 with a scale per output, or per 128 of its inputs; inputs are not rounded.
+    # float8 (e4m3) with a scale per output, or per 128 inputs of an output; inputs are not rounded.
     FP8 = "fp8"
     # 8-bit codes. If Baton quantizes the weight, there is a bfloat16 scale per 128 inputs. Inputs
     # are rounded to 8 bits, too.
@@ -59,12 +59,12 @@ class WeightFormat(Enum):
 
     @property
     def keeps_numbers(self) -> bool:
-        """Return whether weights are floating-point numbers without scales."""
+        """Return whether weights are kept as floating-point numbers without scales."""
         return self in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.FP16)
 
     @property
     def element(self) -> torch.dtype:
-        """Return the dtype of the panels' tensor."""
+        """Return the dtype of the tensor ``panels`` of a `PackedWeight`."""
         return _ELEMENTS.get(self, torch.uint8)
 
     @classmethod
@@ -591,7 +591,7 @@ class PackedWeight:
         return rows if self.scales is None else rows * self.scales[ids].unsqueeze(-1)
 
     def unpacked(self) -> Tensor:
-        """Return the weight as ``[out_features, in_features]`` float32."""
+        """Return the whole weight as ``[out_features, in_features]`` float32."""
         return self.read_rows(torch.arange(self.out_features)).float()
 
 
@@ -622,7 +622,7 @@ def _rounded_blocks(blocks: Tensor) -> Tensor:
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """View float8 as bytes, because torch supports few operations on float8."""
+    """View a float8 tensor as bytes, because torch supports few operations on float8."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 

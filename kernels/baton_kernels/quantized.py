@@ -216,7 +216,7 @@ class RoundedWeight:
         self.scales[:, here] = scales.to(self.scales).T
 
     def round_rows(self, first_row: int, rows: Tensor) -> None:
-        """Round rows, ``[n, in_features]`` of any floating dtype, and write them."""
+        """Round rows, ``[n, in_features]``, and write them from ``first_row`` on."""
         rows = rows.to(self.numbers.device)
         self.write_rows(first_row, *rounded_rows(rows, self.numbers.dtype, self.group_size))
 
@@ -230,7 +230,7 @@ QuantizedWeight = GroupedWeight | RoundedWeight
 
 
 def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """Round rows to ``dtype``; each group is scaled so that its largest number is the dtype's.
+    """Round rows to ``dtype``, after scaling each group's largest number to the dtype's largest.
 
     Args:
         rows: ``[n, size]`` of any floating dtype.

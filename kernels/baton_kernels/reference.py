@@ -39,7 +39,7 @@ def _clamped_swish(gate: Tensor) -> Tensor:
     return (wide * (SWIGLU_ALPHA * wide).sigmoid()).to(gate.dtype)
 
 
-# Activation of experts and MLPs without gates: squared ReLU.
+# Squared ReLU, the activation of experts and MLPs without gates.
 RELU2 = "relu2"
 # Activations of gates; "gelu_tanh" is gelu's approximation (Hendrycks and Gimpel,
 # arXiv:1606.08415).
@@ -159,12 +159,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """Return ``activation(gate) * up`` of the two halves of each row (Shazeer, arXiv:2002.05202).
+    """Return ``activation(gate) * up`` for the halves of each row (Shazeer, arXiv:2002.05202).
 
     Args:
         gate_up: ``[..., 2 * size]``, gates in the first half, ups in the second.
-        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU``, ups are also clamped, and
-            increased by 1.
+        activation: one of ``ACTIVATIONS``. With ``CLAMPED_SWIGLU``, gates and ups are clamped, and
+            1 is added to the ups.
 
     Returns:
         ``[..., size]``.
@@ -254,7 +254,7 @@ def store_kv(
     block_size = kv_cache.shape[3]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")  # [num_tokens]
     offsets = slot_mapping - blocks * block_size  # [num_tokens]
-    # Padding tokens have slots in block -1, which indexing would take for the last block.
+    # Padding tokens have slot -1, so block -1, which indexing would take for the last block.
     if bool((blocks < 0).any()):
         written = blocks >= 0  # [num_tokens]
         blocks, offsets = blocks[written], offsets[written]

@@ -67,7 +67,7 @@ class RowTiles:
         ids_of_tiles = torch.arange(most, device=ids.device)
         weights = torch.searchsorted(tile_ends, ids_of_tiles, right=True)
         known = weights.clamp(max=num_weights - 1)
-        # number of earlier tiles of the same weight
+        # number of earlier tiles with the same weight
         before = ids_of_tiles - (tile_ends - tiles)[known]
         first_places = (ends - sizes)[known] + before * tile_rows
         return cls(weights, first_places, ends, order, tile_rows)

@@ -38,7 +38,7 @@ class EmbeddingLowRank:
         return sum(one.numel() * one.itemsize for one in (self.table, self.b.panels))
 
     def add_to(self, out: Tensor, input_ids: Tensor) -> None:
-        """Add the adapter's product to embeddings, ``[n, hidden_size]``, in place."""
+        """Add the adapter's product for n tokens to ``out``, ``[n, hidden_size]``, in place."""
         out += ops.packed_linear(self.table[input_ids], self.b)
 
 

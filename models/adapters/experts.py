@@ -80,7 +80,7 @@ class AdaptedExperts:
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """Implement ``AdaptedMix.mix``."""
+        """Compute the mixture of experts, with adapters; see ``AdaptedMix.mix``."""
         found = self._step.found(self.loaded)
         if not found:
             return self._moe.mix(x, ids, weights, shared, gate)
@@ -234,7 +234,7 @@ def _key(part: TargetPart) -> tuple[str, int]:
 
 
 def _rows_of(weight: PackedWeight, first: int, num_rows: int) -> PackedWeight:
-    """Return some rows of a packed weight, in whole panels, without copying them."""
+    """Return some rows of a packed weight as a view; the rows must fill whole panels."""
     rows = slice(first, first + num_rows)
     panels = slice(first // weight.width, (first + num_rows) // weight.width)
     return replace(

@@ -65,6 +65,6 @@ def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -
 
 
 def _stored(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
-    """Return a tensor that shares the adapter's memory."""
+    """Return one of an adapter's tensors in torch, without a copy."""
     numbers = torch.frombuffer(adapter.data[tensor.name], dtype=_DTYPES[tensor.dtype])
     return numbers.view(tensor.shape)

@@ -1,4 +1,4 @@
-"""StepSpans: which tokens of the step being computed have which adapter.
+"""StepSpans: which tokens of the step that is being computed use which adapter.
 
 Refuses to know: layers, requests.
 """

@@ -108,7 +108,7 @@ class Targets:
 
     @classmethod
     def of(cls, config: ModelConfig, ranks: Ranks = ALONE) -> Targets:
-        """List the layers of a model with this configuration; needs no weights.
+        """List the layers that adapters may adapt in a model with this configuration.
 
         Args:
             ranks: ranks that share the model. A target's sizes are those of the whole model; its
@@ -149,7 +149,7 @@ class Targets:
 
 
 def _why_unknown(name: str) -> str:
-    """Return why the model has no layer of this name."""
+    """Return, for an error, why the model has no layer that adapters may adapt under this name."""
     if text_name(name) is None:
         return "adapts the image part, and only text is computed; train with PEFT's exclude_modules"
     return f"the base model has no linear layer {name:.200}"
@@ -235,7 +235,7 @@ def _experts(
     names = [name for name, _ in module.part_rows()]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates, then ups
     num_experts, size = len(names) // len(kinds), module.part_sizes[0]
-    kept = _kept(module, f"{names[0]}.weight")  # all experts' layers have equal sizes
+    kept = _kept(module, f"{names[0]}.weight")  # the same for all experts
     whole = size if kept is None else kept.shape[0]
     own, columns = (None, None) if kept is None else (kept.rows, kept.columns)
     by_turns = _spec_of(model, path).stored_by_turns
@@ -261,7 +261,7 @@ def _experts(
 
 
 def _spec_of(model: DecoderForCausalLM, path: str) -> ExpertsSpec:
-    """Return the experts' spec of the layer that contains a module."""
+    """Return the spec of the experts in the decoder layer to which a path leads."""
     spec = model.config.layers[int(path.split(".")[2])].feed_forward
     assert isinstance(spec, ExpertsSpec)
     return spec
@@ -271,7 +271,7 @@ def _aliases(config: ModelConfig, name: str) -> Iterator[str]:
     """Yield the names that checkpoints and ``transformers`` give to a layer."""
     stored = config.recipe.stored_name(f"{name}.weight").removesuffix(".weight")
     yield stored
-    if stored.startswith(_BACKBONE):  # Nemotron-H's checkpoints
+    if stored.startswith(_BACKBONE):  # names in Nemotron-H's checkpoints
         yield _PREFIX + stored.removeprefix(_BACKBONE)
     if name.startswith(_PREFIX):
         yield config.recipe.stored_prefix + name.removeprefix(_PREFIX)

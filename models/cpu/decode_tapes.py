@@ -45,7 +45,7 @@ class _Taped:
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
-        """Return copies of the latest results, because the next run overwrites the originals."""
+        """Return copies of the latest results, which the next replay will overwrite."""
         return tuple(result.clone() for result in self.results)
 
 
@@ -94,7 +94,7 @@ class DecodeTapes:
             recorded = self._tapes[key] = self._record(layers, inputs, context)
             self._forget()
             if recorded is not None and not recorded.has_states:
-                return recorded.copy_results()  # recording has also computed the step
+                return recorded.copy_results()  # the step was computed while it was recorded
         taped = self._tapes[key] = self._tapes.pop(key)
         if taped is None:
             return layers(inputs, context)

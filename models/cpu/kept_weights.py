@@ -140,7 +140,7 @@ def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
 
 
 def _as_tensor(file: PackedFile) -> Tensor:
-    """Return a file's bytes as one tensor, with all pages loaded into memory."""
+    """Return a mapped file's bytes as one tensor; load all pages into memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         content = torch.frombuffer(file.content, dtype=torch.uint8)

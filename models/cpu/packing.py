@@ -87,12 +87,12 @@ class CpuPacker:
 
     @property
     def cache_key(self) -> str:
-        """Implement ``WeightPacker.cache_key``."""
+        """Return a text that names all that packed weights depend on."""
         kernels = "native" if self.native else "reference"
         return f"{self.dtype} {self.weights} {self.width} {kernels} {machine_key()}"
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """Implement ``WeightPacker.start``."""
+        """Start packing a model that has no weights yet."""
         return _Packing(self, model, entry)
 
 
@@ -118,7 +118,7 @@ class _Packing:
             self._entry = None  # `finish` need not write what is mapped from a file
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Implement ``PackingModel.take_kept``."""
+        """Use the packed weight of ``owner`` from the cache; return whether the cache has one."""
         name = self._names[owner]
         found, keys, values = map(self._kept.get, (name, name + _KEYS, name + _VALUES))
         if isinstance(keys, ops.PackedWeight) and isinstance(values, ops.PackedWeight):
@@ -170,7 +170,7 @@ class _Packing:
             self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Implement ``PackingModel.take``; a tied embedding is packed as the output head."""
+        """Pack a layer's weight, and a tied embedding as the output head; return whether packed."""
         if owner is self._model.model.embed_tokens:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
@@ -198,7 +198,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """Implement ``PackingModel.finish``."""
+        """Replace the layers whose weights were packed, and write new packed weights to a file."""
         if self._entry is not None:
             self._share(self._entry)
         model, decoder, native = self._model, self._model.model, self._packer.native

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from models.drafters.base import HeadsDrafter, LayersDrafter
 
-# Each function loads a drafter for a model: see `models.drafters.loading.DrafterSource`.
+# Each of these functions takes a `models.drafters.loading.DrafterSource`, and loads the drafter.
 DRAFTERS: Registry[Callable[..., HeadsDrafter | LayersDrafter]] = Registry(
     "drafter",
     {

@@ -44,7 +44,7 @@ class LayersDrafter(Protocol):
     state_layers: tuple[int, ...]
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Convert the target's states ``[n, ...]`` to the input ``[n, width]`` of `compute`."""
+        """Convert states of the target model, ``[n, ...]``, to the input of `compute`."""
         ...
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:

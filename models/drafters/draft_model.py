@@ -19,10 +19,10 @@ MOST_PADDING = 1024
 
 
 class DraftModel:
-    """A small model of the same family that drafts; a ``LayersDrafter``.
+    """A ``LayersDrafter`` that is a small model with the target model's vocabulary.
 
     Args:
-        model: the model that drafts.
+        model: the small model, which drafts.
         vocab_size: vocabulary size of the target model.
     """
 
@@ -39,14 +39,14 @@ class DraftModel:
         return states
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """Implement ``LayersDrafter.compute``."""
+        """Compute hidden states of tokens, and write KV; see ``LayersDrafter.compute``."""
         # The target's ids may exceed the drafter's vocabulary, which may have less padding.
         if self._model.config.vocab_size < self._vocab_size:
             token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``; drop ids beyond the target's vocabulary."""
+        """Compute the next tokens' logits; drop token ids beyond the target's vocabulary."""
         return self._model.compute_logits(hidden)[:, : self._vocab_size]
 
 

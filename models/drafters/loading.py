@@ -73,7 +73,7 @@ class DrafterSource:
 def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle raise exceptions of many types
+    except Exception as error:  # for broken files, torch and pickle raise many types of exceptions
         raise ModelLoadError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not isinstance(content, Mapping):
         raise ModelLoadError(f"{path}: is no table of tensors")

@@ -48,7 +48,7 @@ class MedusaHeads:
         self._weights = weights
 
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
-        """Implement ``HeadsDrafter.draft``."""
+        """Turn states into logits of drafts, ``[n, num_drafts, vocab_size]``."""
         num_rows, width = states.shape
         # All heads' first blocks have the same input, so one product computes them.
         joined, biases = self._weights[0, :num_drafts], self._biases[0, :num_drafts]

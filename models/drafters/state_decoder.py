@@ -211,7 +211,7 @@ class StateDrafter(DecoderForCausalLM):
         self.picked = picked
 
     def checkpoint_name(self, name: str) -> str:
-        """Implement ``DecoderForCausalLM.checkpoint_name``."""
+        """Return a parameter's name in the drafter's checkpoint."""
         name = super().checkpoint_name(name)
         for ours, theirs in self.layout.names.items():
             if name.startswith(ours):
@@ -219,14 +219,14 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.take_states``; EAGLE-3's ``fc`` maps several states to one."""
+        """Convert the target model's states to the input of `compute`, for EAGLE-3 by ``fc``."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)
         return joined
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """Implement ``LayersDrafter.compute``."""
+        """Compute hidden states of tokens, and write KV; see ``LayersDrafter.compute``."""
         assert states is not None, "it reads states"
         embed = self._embed or self.model.embed
         return self.model.compute(embed(token_ids), states, context)
@@ -272,7 +272,7 @@ class StateDrafter(DecoderForCausalLM):
         ).tolist()
 
     def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``; ``adapters`` is ignored."""
+        """Compute the next tokens' logits from results of `compute`; ``adapters`` is ignored."""
         if self.layout.final_norm and not self.layout.goes_on_normed:
             hidden = self.model.norm(hidden)
         if self._logits is not None:

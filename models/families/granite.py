@@ -54,7 +54,7 @@ def _dense(model: ModelFields) -> Recipe:
 
 
 def _in_common_words(fields: Fields) -> Fields:
-    """Return a hybrid model's fields under the names that other families use."""
+    """Return Granite 4's fields under the names that other families use."""
     turning = fields.text("position_embedding_type", "nope")
     if turning not in ("nope", "rope"):
         problem = f"{turning!r} is not supported; supported: nope, rope"

@@ -35,7 +35,7 @@ class InvariantPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
-        """Implement ``WeightPacker.start``; ``entry`` is None."""
+        """Start making a model batch-invariant; ``entry`` is None."""
         return _Packing(model, None if self.int8 is None else self.int8.start(model))
 
 
@@ -48,15 +48,15 @@ class _Packing:
         self._model, self._int8 = model, int8
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Implement ``PackingModel.take_kept``."""
+        """Use the packed weight of ``owner`` from the cache; return whether the cache has one."""
         return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Implement ``PackingModel.take``."""
+        """Let the packer of int8 layers pack a weight; return whether it was packed."""
         return self._int8 is not None and self._int8.take(owner, parts)
 
     def finish(self) -> None:
-        """Implement ``PackingModel.finish``; a tied head shares the embedding's memory."""
+        """Replace all linear layers by batch-invariant ones; a tied head shares the embedding."""
         if self._int8 is not None:
             self._int8.finish()
         model = self._model

@@ -61,7 +61,7 @@ class GpuPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """Implement ``WeightPacker.start``; ``entry`` is None: GPU weights are not cached."""
+        """Start packing a model; ``entry`` is None, because packed GPU weights are not cached."""
         return _Packing(self, model)
 
 
@@ -83,11 +83,11 @@ class _Packing:
             self._left_alone |= set(model.vision.modules())
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Implement ``PackingModel.take_kept``."""
+        """Use the packed weight of ``owner`` from the cache; return whether the cache has one."""
         return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Implement ``PackingModel.take``."""
+        """Pack the weight of a linear layer if possible; return whether it was packed."""
         if not isinstance(owner, nn.Linear) or isinstance(owner, ExactLinear | LatentProjection):
             return False
         if owner in self._left_alone:
@@ -99,7 +99,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """Implement ``PackingModel.finish``."""
+        """Replace the layers whose weights were packed by quantized layers."""
         kinds = Counter(map(_kind, self._packed.values()))
         for parent in list(self._model.modules()):
             for name, child in parent.named_children():

@@ -62,7 +62,7 @@ class Attention(Computing):
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some heads."""
+        """Keep this rank's heads; call before weights are loaded."""
         kv_size = self.qkv_proj.part_sizes[1]
         heads, kv_heads = rank.heads(self._num_heads, kv_size // self._head_dim)
         query, kv = scaled(heads, self._head_dim), scaled(kv_heads, self._head_dim)

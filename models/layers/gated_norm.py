@@ -1,4 +1,4 @@
-"""The gated norm at the end of recurrent mixers. Refuses to know: where the gate comes from."""
+"""The gated norm at the end of recurrent mixers. Refuses to know: how gates are computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Latent attention of one decoder layer: the cache keeps one vector per token for all heads.
 
-Keys and values are never computed. Instead, the key matrix is applied to the query, and the value
-matrix to the weighted sum (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
+Keys and values are never computed from latents. Instead, the query is multiplied by the key matrix,
+and the weighted sum of latents by the value matrix (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
 Refuses to know: how the backend attends, which requests there are.
 """
 
@@ -83,16 +83,16 @@ class PackedLatentProjection(Computing):
         return self._keys, self._values
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """Implement `LatentProjection.absorb`."""
+        """Multiply ``[num_tokens, num_heads, key_dim]`` by the key matrices; write to ``out``."""
         self.ops.grouped_packed_linear(query, self._keys, out)
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """Implement `LatentProjection.expand`."""
+        """Multiply ``[num_tokens, num_heads, rank]`` by the value matrices; write to ``out``."""
         self.ops.grouped_packed_linear(attended, self._values, out)
 
 
 class LatentAttention(Computing):
-    """Multi-head latent attention.
+    """Multi-head latent attention (MLA) of one decoder layer.
 
     Args:
         spec: shape of the layer.
@@ -121,7 +121,7 @@ class LatentAttention(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some heads.
+        """Keep this rank's heads; call before weights are loaded.
 
         Every rank computes and stores all latents, because all heads read the same latents.
         """
@@ -139,7 +139,7 @@ class LatentAttention(Computing):
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: the step's rotations; the layer uses the first one.
+            rotations: cosines and sines of the step for each RoPE; the first is used.
             context: the step; this layer's cache is ``[num_blocks, block_size, width]``.
 
         Returns:

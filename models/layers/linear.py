@@ -24,7 +24,7 @@ class ExactLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features]`` float32."""
+        """Compute the layer in float32: map ``[..., in_features]`` to ``[..., out_features]``."""
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(x.float(), self.weight.float(), bias)
 
@@ -129,7 +129,7 @@ class HeadsInPairs(JoinedLinear):
         self._turning, self._head_dim, self._rotary_dim = tuple(turning), head_dim, rotary_dim
 
     def row_order(self, name: str) -> Tensor | None:
-        """Implement ``JoinedLinear.row_order``."""
+        """Return where the checkpoint's tensor has each row of a part; None: in the same order."""
         if name not in self._turning:
             return None
         heads = torch.arange(self._parts[name], device="cpu").view(-1, self._head_dim)
@@ -161,15 +161,15 @@ class HeadsWithGates(JoinedLinear):
         super().__init__(in_features, {**parts, self._GATES: parts[self._query]}, bias=bias)
 
     def stored_name(self, name: str) -> str:
-        """Implement ``JoinedLinear.stored_name``."""
+        """Return the name of the checkpoint's tensor that contains a part's rows."""
         return self._query if name == self._GATES else name
 
     def stored_rows(self, name: str) -> int:
-        """Implement ``JoinedLinear.stored_rows``."""
+        """Return the number of rows of the checkpoint's tensor that contains a part."""
         return self._num_rows if self.row_order(name) is not None else super().stored_rows(name)
 
     def row_order(self, name: str) -> Tensor | None:
-        """Implement ``JoinedLinear.row_order``."""
+        """Return where the checkpoint's tensor has each row of a part; None: in the same order."""
         if name not in (self._query, self._GATES):
             return None
         rows = torch.arange(self._num_rows, device="cpu").view(-1, 2, self._head_dim)
@@ -199,7 +199,7 @@ class RegroupedLinear(JoinedLinear):
         self._pieces = dict(parts)
 
     def row_order(self, name: str) -> Tensor:
-        """Implement ``JoinedLinear.row_order``."""
+        """Return where the checkpoint's tensor has each row of a part; None: in the same order."""
         pieces = self._pieces[name]
         rows = torch.arange(self._num_groups * sum(pieces), device="cpu")
         by_group = torch.split(rows.view(self._num_groups, -1), list(pieces), dim=1)
@@ -207,14 +207,14 @@ class RegroupedLinear(JoinedLinear):
 
 
 class GatedLinear(JoinedLinear, Computing):
-    """``activation(first part) * second part`` of a fused product; parts have equal sizes.
+    """Two fused projections of equal size; the result is ``activation(first) * second``.
 
     Args:
-        in_features: inputs of both parts.
-        parts: name of each part in the checkpoint -> its rows, in output order.
+        in_features: number of inputs, which both parts read.
+        parts: name of each part in the checkpoint -> its number of rows, in output order.
         bias: whether each part has a bias.
         activation: activation of the first part, one of ``ops.ACTIVATIONS``.
-        stored_joined: whether checkpoints have the parts joined already, under this layer's name.
+        stored_joined: whether checkpoints have one tensor for both parts, under this layer's name.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class GatedLinear(JoinedLinear, Computing):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features / 2]``."""
+        """Return the gated result, ``[..., out_features / 2]``, for ``[..., in_features]``."""
         return self.ops.gated_mul(super().forward(x), self.activation)
 
 
@@ -426,5 +426,5 @@ class LabelHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_labels, hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[n, num_labels]`` of ``[n, hidden_size]``."""
+        """Return the labels' logits, ``[n, num_labels]``, for ``[n, hidden_size]``."""
         return functional.linear(hidden, self.weight)

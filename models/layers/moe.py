@@ -108,7 +108,7 @@ class SparseMoe(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps a part of every expert's inner size."""
+        """Keep this rank's part of every expert's inner size; call before weights are loaded."""
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)
@@ -119,7 +119,7 @@ class SparseMoe(Computing):
             self.shared_expert.shard(rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
+        """Route each token to its experts, and return the mixture's results, shaped like ``x``."""
         ids, weights = self.ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)

@@ -35,7 +35,10 @@ class RMSNorm(Computing):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return ``(norm(sum), sum)`` of ``residual + x * factor``, each ``[num_tokens, size]``."""
+        """Add ``x * factor`` to the residual stream; return the normalized sum, and the sum.
+
+        All tensors are ``[num_tokens, size]``; ``residual`` is not changed.
+        """
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
 
 

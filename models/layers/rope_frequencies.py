@@ -15,7 +15,7 @@ from models.rope_config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Compute the rotary frequencies, on the CPU.
+    """Compute the rotary frequencies of a model, on the CPU.
 
     Args:
         rope: the model's rotary embedding.

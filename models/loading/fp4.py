@@ -1,4 +1,4 @@
-"""Numbers of four bits, e2m1 (OCP Microscaling Formats, 1.0), in groups with a common scale.
+"""Unpacks 4-bit numbers of type e2m1 (OCP Microscaling Formats, 1.0), in groups with a scale.
 
 Refuses to know: files, names of tensors.
 """

@@ -17,7 +17,7 @@ from models.loading.fp4 import mxfp4_integers
 # What unpacking a tensor returns: bits per number, numbers [rows, columns], the groups' scales and
 # minima, and the size of a group.
 _Unpacked = tuple[int, Tensor, Groups, int]
-_BLOCK = 32  # weights per block of types other than K-quants
+_BLOCK = 32  # number of weights in a block of most types; K-quants have more
 
 
 def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:

@@ -117,7 +117,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
 
 
 def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
-    """Return the shape that a tensor will have when read; None: known only after reading."""
+    """Return the shape that a tensor will have when it is read; None: only reading will tell."""
     inner = {part.shape[1:] for part in tensor.parts}
     if len(inner) > 1 or not is_order(tensor.changes):
         return None

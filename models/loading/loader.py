@@ -305,7 +305,7 @@ class _Names(NamedTuple):
 
 
 def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention | LatentAttention, str]]:
-    """Return the KV scales that a checkpoint may have: the attention layer and its attribute."""
+    """Return, by checkpoint name, the layer and the attribute to which each KV scale belongs."""
     return {
         model.checkpoint_name(f"{path}.{name}"): (module, attribute)
         for path, module in model.named_modules()

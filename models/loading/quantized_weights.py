@@ -486,7 +486,7 @@ def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _by_blocks(scale: Tensor) -> Tensor:
-    """Reshape ``[rows, 1, columns, 1]`` to ``[rows, columns]``; return other shapes unchanged."""
+    """Reshape scales ``[rows, 1, columns, 1]`` to ``[rows, columns]``; leave other shapes."""
     return scale[:, 0, :, 0] if scale.dim() == 4 and scale.shape[1::2] == (1, 1) else scale
 
 

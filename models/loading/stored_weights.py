@@ -68,12 +68,12 @@ class WeightPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the rows."""
+        """Return the shape of these rows, ``[n, ...]``."""
         return (self.content if isinstance(self.content, Tensor) else self.content.numbers).shape
 
     @property
     def tensor(self) -> Tensor:
-        """Return the rows as floating-point numbers."""
+        """Return the rows as floating-point numbers, dequantized if necessary."""
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
     def moved(self, rows: slice, first_row: int) -> WeightPart:
@@ -123,7 +123,7 @@ def float8_alike(parts: Sequence[WeightPart]) -> list[Float8Rows]:
 
 
 def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, StoredTensor]:
-    """Map the files until ``files`` is closed; return their tensors by name.
+    """Map safetensors files until ``files`` is closed; return their tensors by name.
 
     Raises:
         ModelLoadError: a file is broken, or two files have the same tensor.

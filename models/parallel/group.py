@@ -1,6 +1,6 @@
-"""Collective: how the ranks of one model communicate while they compute.
+"""Collective and Ranks: how the ranks (processes) of one model communicate while they compute.
 
-Every rank makes the same calls in the same order. Refuses to know: what is exchanged.
+Every rank must make the same calls in the same order. Refuses to know: what is exchanged.
 """
 
 from __future__ import annotations

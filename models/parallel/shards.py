@@ -118,7 +118,7 @@ class Kept:
     is_zero: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the tensor."""
+        """Take this rank's part of a checkpoint's tensor."""
         rows = tensor if self.rows is None else tensor[self.rows]
         if self.columns is not None:
             rows = rows[:, self.columns].contiguous()

@@ -65,28 +65,28 @@ class SharedGroup:
         self._group = RankGroup(self.rank, self.size, SLOT_BYTES, spins, _TIMEOUT_S, address, 0)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_reduce``."""
+        """Sum ``tensor`` over all ranks, in place; return ``tensor``."""
         return tensor if self._collect(tensor) else self._others.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_gather``."""
+        """Return the tensors of all ranks, stacked: ``[size, ...]``."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
         return gathered if self._collect(tensor, gathered) else self._others.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.broadcast``."""
+        """Copy the tensor of rank ``source`` into ``tensor`` on all ranks; return ``tensor``."""
         return self._others.broadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Implement ``Collective.send``."""
+        """Start sending ``tensor`` to rank ``to``."""
         self._others.send(tensor, to)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.receive``."""
+        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
         return self._others.receive(tensor, source)
 
     def abort(self) -> None:
-        """Implement ``Collective.abort``."""
+        """Make all calls of all ranks fail from now on; safe from any thread."""
         ops = native_ops()
         if ops is not None:
             ops.abort_ranks(self._group)

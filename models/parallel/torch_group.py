@@ -48,7 +48,7 @@ class TorchGroup:
             options._timeout = _TIMEOUT
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # By default, gloo finds an interface by the host's name, which may not resolve.
+            # By default, gloo finds a network interface by the host's name, which may not resolve.
             device_options = dist.ProcessGroupGloo._Options()
             device_options._timeout = _TIMEOUT
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -57,39 +57,39 @@ class TorchGroup:
             self._backend = dist.ProcessGroupGloo(store, rank, size, device_options)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_reduce``."""
+        """Sum ``tensor`` over all ranks, in place; return ``tensor``."""
         _refuse_tapes(tensor)
         self._wait(self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_gather``."""
+        """Return the tensors of all ranks, stacked: ``[size, ...]``."""
         _refuse_tapes(tensor)
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._wait(self._backend.allgather([list(gathered)], [tensor]))
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.broadcast``."""
+        """Copy the tensor of rank ``source`` into ``tensor`` on all ranks; return ``tensor``."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._wait(self._backend.broadcast([tensor], options))
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Implement ``Collective.send``; waits until the previous tensor to that rank is sent."""
+        """Start sending ``tensor`` to rank ``to``, once the previous tensor is sent there."""
         before = self._sending.pop(to, None)
         if before is not None:
             self._wait(before[0])
         self._sending[to] = self._backend.send([tensor], to, 0), tensor
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.receive``."""
+        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
         self._wait(self._backend.recv([tensor], source, 0))
         return tensor
 
     def abort(self) -> None:
-        """Implement ``Collective.abort``."""
+        """Make all calls of all ranks fail from now on; safe from any thread."""
         self._backend.abort()
 
     def _wait(self, work: Any) -> None:

@@ -39,7 +39,7 @@ class GemmaEncoder(VisionEncoder):
         self.multi_modal_projector = _Projector(spec, text_size)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode`` for ``pixel_values [3, side, side]``."""
+        """Return the embeddings of an image, whose ``pixel_values`` are ``[3, side, side]``."""
         x, sides = self.vision_tower(pixels["pixel_values"][None])
         embeddings: Tensor = self.multi_modal_projector(x, sides)
         return embeddings

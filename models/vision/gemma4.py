@@ -42,7 +42,7 @@ class Gemma4Encoder(VisionEncoder):
         self.embed_vision = _Projector(spec.layers, text_size)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode``.
+        """Return the embeddings of an image, ``[num_placeholders, width]``.
 
         ``pixel_values`` are patches ``[n, 3 * side^2]``, row by row. ``image_position_ids`` are the
         column and row of each patch, ``[n, 2]``; -1 for padding.
@@ -66,7 +66,7 @@ class _Transformer(nn.Module):
             )
 
     def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
-        """Map patches ``[n, 3 * side^2]`` at ``positions`` to ``[n / square^2, hidden_size]``."""
+        """Encode patches ``[n, 3 * side^2]`` at ``positions``: ``[n / square^2, hidden_size]``."""
         x = self.patch_embedder(patches, positions)
         x = self.encoder(x, ((1, len(x)),), self._rotation(positions))
         columns, square = int(positions[:, 0].max()) + 1, self._spec.square
@@ -142,7 +142,7 @@ class _Layer(nn.Module):
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Compute the layer: add its parts' results to ``x``, ``[num_patches, hidden_size]``."""
         attended = self.self_attn(self.input_layernorm(x), runs, rotation)
         x = x + self.post_attention_layernorm(attended)
         fed: Tensor = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -169,10 +169,10 @@ class _Attention(Computing):
         )
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the attention's results for ``x``, ``[num_patches, hidden_size]``."""
         assert rotation is not None
         shape = (len(x), self._num_heads, self._head_dim)
-        # `attend_runs` divides scores by sqrt(head_dim), and this model does not.
+        # This model does not divide scores by sqrt(head_dim), but `attend_runs` does.
         query = _turned(self.q_norm(self.q_proj(x).view(shape)), rotation) * self._head_dim**0.5
         key = _turned(self.k_norm(self.k_proj(x).view(shape)), rotation)
         value = _normed(self.v_proj(x).view(shape), self._eps)
@@ -194,7 +194,7 @@ class _Mlp(nn.Module):
         self._activation = ACTIVATIONS[spec.layers.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the feed-forward part's results for ``x``, ``[num_patches, hidden_size]``."""
         result: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
         return result
 

@@ -110,7 +110,7 @@ class VisionAttention(Computing):
         self.add_module(output, nn.Linear(size, size, bias=bias))
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the attention's results for ``x``, ``[num_patches, hidden_size]``."""
         joined = self.qkv(x).view(len(x), 3, self._num_heads, self._head_dim)
         query = joined[:, 0]  # [num_patches, num_heads, head_dim]
         if rotation is None:
@@ -166,7 +166,7 @@ class VisionMlp(nn.Module):
         self.add_module(names[1], nn.Linear(spec.inner_size, spec.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the feed-forward part's results for ``x``, ``[num_patches, hidden_size]``."""
         first, second = map(self.get_submodule, self._names)
         result: Tensor = second(self._activation(first(x)))
         return result
@@ -209,7 +209,7 @@ class VisionLayer(nn.Module):
         self._parts = (norms[0], attention, norms[1], mlp)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Compute the layer: add its parts' results to ``x``, ``[num_patches, hidden_size]``."""
         attention_norm, attention, mlp_norm, mlp = self._parts
         x = x + attention(attention_norm(x), runs, rotation)
         result: Tensor = x + mlp(mlp_norm(x))
@@ -224,7 +224,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Compute all layers: turn ``x``, ``[num_patches, hidden_size]``, into the same shape."""
         for layer in self.layers:
             x = layer(x, runs, rotation)
         return x

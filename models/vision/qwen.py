@@ -55,7 +55,7 @@ class QwenEncoder(VisionEncoder):
         self.visual = _QwenTransformer(spec)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode``.
+        """Return the embeddings of an image, ``[num_placeholders, width]``.
 
         ``pixel_values`` are ``[patches, pixels of a patch]``; ``image_grid_thw`` is the number of
         frames, of rows and of columns of patches.
@@ -192,7 +192,7 @@ class _Merger(nn.Module):
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
+        """Map patches ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         joined = self.ln_q(x).view(len(x) // self._square, -1)
         result: Tensor = self.mlp["2"](ACTIVATIONS["gelu"](self.mlp["0"](joined)))
         return result
@@ -210,7 +210,7 @@ class _ThirdMerger(nn.Module):
         self.linear_fc2 = nn.Linear(joined, spec.text_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
+        """Map patches ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         shape = (len(x) // self._square, -1)
         joined = self.norm(x.view(shape)) if self._is_deep else self.norm(x).view(shape)
         result: Tensor = self.linear_fc2(ACTIVATIONS["gelu"](self.linear_fc1(joined)))

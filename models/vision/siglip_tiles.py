@@ -60,7 +60,7 @@ class TilesEncoder(VisionEncoder):
         self.connector = _Connector(spec, text_size)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode`` for ``pixel_values [tiles, 3, side, side]``."""
+        """Return an image's embeddings; its ``pixel_values`` are ``[tiles, 3, side, side]``."""
         tiles = pixels["pixel_values"]
         embeddings: Tensor = self.connector(self.vision_model(tiles), len(tiles))
         return embeddings

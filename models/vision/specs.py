@@ -26,7 +26,7 @@ _FULL, _DEEP = (7, 15, 23, 31), (8, 16, 24)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerSpec:
-    """The layers of a vision transformer.
+    """The shape of a vision transformer's layers.
 
     Attributes:
         hidden_size: size of the residual stream.
@@ -44,7 +44,7 @@ class TransformerSpec:
 
     @property
     def head_dim(self) -> int:
-        """Return the size of a head."""
+        """Return the size of an attention head."""
         return self.hidden_size // self.num_heads
 
 

@@ -36,7 +36,7 @@ class CpuAttention:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
 
         The block size is known only from the cache, which ``run`` gets. The plan therefore assumes
         the block size of the previous step; if this is wrong, as in the first step, ``run`` plans
@@ -54,7 +54,7 @@ class CpuAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         if kv_cache.shape[3] != self._planned_block_size:
             self._planned_block_size = kv_cache.shape[3]
@@ -174,7 +174,7 @@ class CpuAttention:
     ) -> Tensor | None:
         """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores.
 
-        Returns None if every key is visible.
+        Returns None if every query attends to all keys.
         """
         if window is None and group.same_len:
             return None
@@ -227,7 +227,7 @@ def _attend(
         scores = scores.masked_fill(hidden, -torch.inf)
     elif mask is not None:
         scores = scores + mask
-    if sinks is not None:  # a sink is one more column of scores, without a value
+    if sinks is not None:  # sinks are one more column of scores, without a value
         sink = sinks.view(len(sinks), -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).to(query.dtype)

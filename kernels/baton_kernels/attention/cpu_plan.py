@@ -36,7 +36,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Requests with equal numbers of blocks that compute one token each, in one SDPA call.
+    """Decodes (requests that compute one token) of one SDPA call; all have as many blocks.
 
     ::
 
@@ -75,7 +75,7 @@ def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
         blocks = metadata.block_table[request, : -(-seq_len // block_size)]
         prompts.append(PromptChunk(slice(end - query_len, end), blocks, query_len, seq_len))
     decodes = (query_lens == 1).nonzero()[0]
-    # numpy, because torch is many times slower for the many small operations per group
+    # numpy, because torch takes many times longer for so many small operations
     device = metadata.block_table.device
     table = metadata.block_table.cpu().numpy()
     return StepPlan(
@@ -118,7 +118,7 @@ def _decode_group(
     num_blocks = -(-max_len // block_size)
     padded_len = num_blocks * block_size
     pad_slots = None
-    if min_len < max_len:  # only last blocks have pads
+    if min_len < max_len:  # only the requests' last blocks have pad slots
         slots = np.arange(padded_len - block_size, padded_len)  # [block_size]
         requests, offsets = (slots >= lens[:, None]).nonzero()
         pad_slots = torch.from_numpy(requests * padded_len + slots[offsets]).to(device)

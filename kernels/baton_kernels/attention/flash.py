@@ -76,7 +76,7 @@ class FlashAttention:
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``."""
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``."""
         self._num_rows = sum(metadata.query_lens)
         self._only_decodes = all(query_len == 1 for query_len in metadata.query_lens)
         ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
@@ -89,7 +89,7 @@ class FlashAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents and sinks are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents or sinks."""
         assert options.value_dim is None, "values are as long as keys"
         assert options.sinks is None, "refused when the backend is chosen"
         # [num_blocks, block_size, num_kv_heads, head_dim] each

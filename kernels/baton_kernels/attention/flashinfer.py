@@ -70,11 +70,11 @@ class FlashInferAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why a float8 cache is not supported: the cache must have the model's dtype."""
+        """Return why a float8 cache is not supported: the library needs the model's dtype."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; ``run`` makes the plan for each kind of layer."""
+        """Prepare for a step; the plan for each kind of layer is made by ``run``."""
         if self._planned and metadata.seq_lens.device.type == "cuda":
             self._used[self._turn] = torch.cuda.current_stream().record_event()
         self._planned.clear()
@@ -90,7 +90,7 @@ class FlashInferAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents and sinks are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents or sinks."""
         assert options.value_dim is None, "values are as long as keys"
         assert options.sinks is None, "refused when the backend is chosen"
         if not self._num_rows:
@@ -113,7 +113,7 @@ class FlashInferAttention:
         wrapper = self._wrappers.get((alike, self._turn))
         if wrapper is None:
             if self._workspace.device != device or not len(self._workspace):
-                # Not an inference tensor, because a later caller may be outside inference_mode.
+                # Not an inference tensor, because a later caller may be outside of inference_mode.
                 with torch.inference_mode(mode=False):
                     self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             name = "Decode" if alike.is_decode else "Prefill"

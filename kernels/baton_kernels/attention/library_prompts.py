@@ -46,21 +46,21 @@ class LibraryPrompts:
         return of_library or TritonAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; for a step with prompts, library and Triton plan."""
+        """Let Triton plan a step, and the library, too, if the step has prompts."""
         self._uses_library = metadata.max_query_len > 1
         if self._uses_library:
             self._library.plan(metadata)
         self._triton.plan(metadata)
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Implement ``TritonAttention.plan_captured``."""
+        """Plan a step to be captured as a CUDA graph, which Triton computes."""
         self._uses_library = False
         self._triton.plan_captured(metadata)
 
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Implement ``TritonAttention.fill_captured``."""
+        """Copy the tiles of a step that will replay a captured graph to the device."""
         self._triton.fill_captured(num_tokens, query_lens, seq_lens)
 
     def run(
@@ -70,7 +70,7 @@ class LibraryPrompts:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         use_library = self._uses_library and self._library_is_faster(query, kv_cache, metadata)
         backend = self._library if use_library else self._triton
         return backend.run(query, kv_cache, metadata, options)

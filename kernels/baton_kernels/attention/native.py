@@ -15,7 +15,7 @@ from baton_kernels.dispatch import native_ops
 
 
 class NativeAttention:
-    """``AttentionBackend`` on top of the native op."""
+    """``AttentionBackend`` that calls the native (C) kernel of attention."""
 
     def __init__(self) -> None:
         self._ops = native_ops()
@@ -39,7 +39,7 @@ class NativeAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         if self._ops is not None:
             out = self._ops.attention(query, kv_cache, metadata, options)
             if out is not None:

@@ -30,7 +30,7 @@ class ReferenceAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         return reference.paged_attention(
             query,
             kv_cache,

@@ -69,7 +69,7 @@ class TritonAttention:
         return "float8 needs a GPU of compute capability 8.9 or newer"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
 
         The first ``run`` with each shape plans what depends on the shape.
         """
@@ -111,7 +111,7 @@ class TritonAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents."""
         scale, sliding_window, soft_cap, value_dim, sinks = options
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"

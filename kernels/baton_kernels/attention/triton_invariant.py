@@ -38,7 +38,7 @@ class InvariantTritonAttention:
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
 
         The first ``run`` with each shape plans what depends on the shape.
         """
@@ -53,7 +53,7 @@ class InvariantTritonAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents."""
         assert options.value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         bends, sinks = (options.scale, options.sliding_window, options.soft_cap), options.sinks

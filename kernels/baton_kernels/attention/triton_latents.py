@@ -40,7 +40,7 @@ class TritonLatentAttention:
         return "latents are not kept in float8"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
 
         The step's first ``run`` plans what depends on shapes.
         """
@@ -55,7 +55,7 @@ class TritonLatentAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; ``kv_cache`` is made by ``as_keys_and_values``."""
+        """Compute one layer's attention; ``kv_cache`` is made by ``as_keys_and_values``."""
         scale, sliding_window, soft_cap, value_dim, sinks = options
         assert value_dim is not None, "layers that keep one vector per token"
         unknown = (sliding_window, soft_cap, sinks)

@@ -65,8 +65,8 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_KERNEL_SIZE = 16  # longest convolution kernel, which is copied to the stack
-_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, whose keys are copied to the stack
+_MAX_KERNEL_SIZE = 16  # longest kernel of a convolution, for which C has room on the stack
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, for which C has room on the stack
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
@@ -915,7 +915,7 @@ def _whole_runs(count: int, length: int) -> AttentionMetadata:
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors are contiguous and have one supported dtype."""
+    """Return whether all tensors are contiguous and have the same, supported dtype."""
     dtype = tensors[0].dtype
     return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors

@@ -28,8 +28,8 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-_RANK_IS_GONE = 2  # GONE in ranks.c
-_NO_ROW = 3  # in linear.h
+_RANK_IS_GONE = 2  # as GONE in ranks.c
+_NO_ROW = 3  # as in linear.h
 Result = TypeVar("Result")
 
 
@@ -105,7 +105,7 @@ class Recorder(threading.local):
 
 
 class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A torch dispatch mode in which torch may only allocate and view."""
+    """A torch mode in which torch may only allocate tensors and make views."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

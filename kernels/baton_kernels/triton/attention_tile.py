@@ -189,7 +189,7 @@ def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
         The new ``(highest, total, acc)``.
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # For a row that has seen no key, -inf - -inf would give NaN.
+    # If a row has seen no key, -inf minus -inf would give NaN.
     anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(highest - anchor)
@@ -213,7 +213,7 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """Make the compilation case of an attention kernel.
+    """Make the case by which an attention kernel is compiled ahead of time.
 
     Arguments of the kernel that are in neither ``pointers`` nor ``constants`` have the same types
     in all attention kernels.

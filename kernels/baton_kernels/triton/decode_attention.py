@@ -47,7 +47,7 @@ from baton_kernels.triton.tile_sizes import decode_tile
 # and use all bandwidth of an H200, which needs 30 KiB in flight per multiprocessor (latency times
 # bandwidth).
 _PROGRAMS_PER_SM = 3
-_MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they save
+_MIN_PART_TOKENS = 128  # fewest keys of a part: with fewer, merging costs more than is saved
 _MERGED_AT_ONCE = 4096  # numbers that merge_parts loads at once: 32 registers per thread
 _NO_WINDOW = 2**31 - 1
 
@@ -172,7 +172,7 @@ def decode_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Attend over one part of a request's tokens, for one KV head. Grid (NUM_KV_HEADS, num_slots).
+    """Attend to one part of a request's keys, for one KV head. Grid (NUM_KV_HEADS, num_slots).
 
     The program that finishes a request's last part merges all parts.
     """

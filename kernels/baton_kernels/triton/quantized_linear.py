@@ -92,7 +92,7 @@ def tokens_of(num_tokens: int) -> int:
 def num_parts(
     out_features: int, num_chunks: int, tile: ProductTile, wanted: int, num_tokens: int
 ) -> int:
-    """Return the number of parts in which a row's inputs are summed."""
+    """Return in how many parts a row's inputs are summed, so that about ``wanted`` programs run."""
     if num_tokens > FEW_TOKENS:
         return 1
     return max(1, min(wanted // -(-out_features // tile.rows), num_chunks // _LEAST_CHUNKS))
@@ -715,7 +715,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
     limit = tl.max(largest, axis=0)
-    # Rounds to nearest, like torch's division.
+    # rounds to nearest, as torch's division does
     factor = tl.div_rn(tl.full((1,), LARGEST, tl.float32), tl.maximum(limit, 1e-30))
     factor = tl.where(limit > 1e-30, factor, 0.0)
     for start in range(first, end, BLOCK):

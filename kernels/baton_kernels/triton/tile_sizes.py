@@ -15,7 +15,7 @@ import torch
 from baton_kernels.triton.attention_tile import PagedShape, TileSize, padded_side
 
 # KiB of shared memory per program, by compute capability (CUDA C++ Programming Guide, table of
-# technical specifications). Other GPUs from 8.0 on have 99, as 8.6 does.
+# technical specifications). Other capabilities from 8.0 on, such as 8.6, have 99.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 LEAST_SHARED_KIB = 99
 
@@ -40,7 +40,7 @@ _VARLEN = {  # at most 130 KiB
     32: TileSize(128, 8, 5),
     64: TileSize(128, 8, 5),
     128: TileSize(64, 8, 5),
-    256: TileSize(32, 8, 5),  # with 4 warps, Triton 3.6 spills
+    256: TileSize(32, 8, 5),  # with 4 warps, Triton 3.6 would spill registers
 }
 _VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # at most 97 KiB, for GPUs with 99
 

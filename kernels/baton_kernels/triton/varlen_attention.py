@@ -121,7 +121,7 @@ def varlen_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Attend over one part of a tile, for one KV head. Grid (NUM_KV_HEADS, num_parts)."""
+    """Attend to one part of a tile's keys, for one KV head. Grid (NUM_KV_HEADS, num_parts)."""
     kv_head = tl.program_id(0)
     part = parts + tl.program_id(1) * 5
     request = tl.load(part)

@@ -78,5 +78,5 @@ def layers_behind_dense_ones(
 
 
 def dense_mlp(model: ModelFields) -> MlpSpec:
-    """Return the MLP of layers without experts."""
+    """Return the spec of the MLP in layers without experts."""
     return MlpSpec(inner_size=model.intermediate_size, bias=model.mlp_bias)

@@ -45,9 +45,9 @@ LEAST_PART = 512  # fewest keys of a part; all tile sizes divide it
 MOST_PARTS = 16  # maximum number of parts of one query
 _NO_WINDOW = 2**31 - 1
 
-# Tiles by padded head size, for 16-bit numbers. A matrix product on 9.0 has at least 64 rows. All
-# GPUs use the same tiles, because other tiles give other bits; so all tiles must fit the 99 KiB of
-# 8.6.
+# Tiles by padded head size, for 16-bit numbers. Other tiles would give other bits, so all GPUs use
+# these: with at least 64 rows, as matrix products have on capability 9.0, and small enough for the
+# 99 KiB of shared memory on 8.6.
 _ROWS = 64
 _TILES = {
     16: TileSize(64, 4, 5),

@@ -60,7 +60,7 @@ class LatentShape:
 
     @property
     def num_groups(self) -> int:
-        """Number of tiles that cover all heads."""
+        """Number of groups into which the heads are divided, one per tile."""
         return self.num_heads // self.group
 
     @property

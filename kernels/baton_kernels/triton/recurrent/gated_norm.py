@@ -63,7 +63,7 @@ def gated_rms_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, num_groups, x_stride, gate_stride, size, group_size,
     weight_size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS groups per program; groups of all rows are numbered consecutively."""
+    """Normalize ROWS groups per program; the groups of all rows are numbered from 0 on."""
     dtype = out_ptr.dtype.element_ty
     group = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     groups_per_row = size // group_size

@@ -345,7 +345,7 @@ def search_kernel(
 
 @triton.jit
 def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexpr):
-    """Return the number and weight of the tokens whose key is at least ``least``."""
+    """Return the number and the total weight of the tokens whose key is at least ``least``."""
     counts = tl.zeros((BLOCK,), tl.int32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):
