@@ -1,6 +1,6 @@
 """Finds an earlier occurrence of a text's last tokens, on the host, in C if possible.
 
-The tokens that followed are drafts for prompt look-up. Refuses to know: requests.
+The tokens that follow the earlier occurrence can be used as drafts. Refuses to know: requests.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Target:
         parts: where this rank's model has the layer's outputs, possibly in two places; empty if
             only other ranks have the layer.
         num_experts: number of experts whose layers are stacked; None: the layer is not stacked.
-        is_embedding: whether it is an embedding.
+        is_embedding: whether the layer is an embedding.
     """
 
     num_inputs: int
@@ -233,7 +233,7 @@ def _experts(
     """Yield experts' layers under the names for one expert and for all experts (stacked)."""
     parent = path.rpartition(".")[0]
     names = [name for name, _ in module.part_rows()]
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates, then ups
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates before ups
     num_experts, size = len(names) // len(kinds), module.part_sizes[0]
     kept = _kept(module, f"{names[0]}.weight")  # the same for all experts
     whole = size if kept is None else kept.shape[0]

@@ -152,7 +152,10 @@ def _gguf_experts(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_of_moe(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields of Granite 3 with experts, as a Granite 4 with attention in all layers."""
+    """Return the config.json fields of Granite 3 with experts.
+
+    They are those of a Granite 4 in which all layers have attention.
+    """
     return {
         **_gguf_scales(keys),
         **_gguf_experts(keys),

@@ -97,7 +97,7 @@ class JoinedLinear(nn.Linear):
 
 
 class ExpertsLinear(JoinedLinear):
-    """The projections of all experts, which have equal sizes; no packed panel has rows of two."""
+    """The projections of all experts, of equal sizes; a packed panel never mixes two experts."""
 
 
 class HeadsInPairs(JoinedLinear):

@@ -53,7 +53,10 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
 
 
 def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
-    """Return the architecture of a model's text part, and the fields of a text model like it.
+    """Return the architecture and the fields of a model's text part.
+
+    The fields are those that the config.json of a text model would have.
+
 
     Args:
         fields: fields of the whole model's config.json.

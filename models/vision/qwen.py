@@ -148,7 +148,6 @@ def _neighbours(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tens
 
     All are ``[num_patches]``.
 
-
     Args:
         place: the row (or column) of each patch.
         count: number of rows (columns) of patches; they are spread evenly from the first to the

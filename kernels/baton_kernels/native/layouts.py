@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Raise BuildError, with struct and field, unless all structs have equal fields in C.
+    """Raise BuildError, which names struct and field, unless all structs are equal in C.
 
     Args:
         sources: C files and headers.

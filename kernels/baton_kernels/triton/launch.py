@@ -161,7 +161,10 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Return what a launch needs; without a compiled variant, launch by Triton, return None."""
+        """Return what a launch needs, or launch by Triton's own launcher and return None.
+
+        The latter happens if no variant for these arguments is compiled yet.
+        """
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
         variant = launcher.known(key)

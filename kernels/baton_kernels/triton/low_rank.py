@@ -66,7 +66,7 @@ def _expand_launcher(tile_rows: int) -> Launcher:
 
 
 def _expand_warps(tile_rows: int) -> int:
-    """Return the number of warps of an expanding program; 4 warps would spill for many rows."""
+    """Return the warps of an expanding program; with 4, large tiles would spill registers."""
     return 4 if tile_rows == FEW_ROWS else 8
 
 
