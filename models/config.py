@@ -262,7 +262,7 @@ def _eos_token_ids(*sources: Fields) -> frozenset[int]:
 
 
 def _num_mtp_layers(fields: Fields) -> int:
-    name = "num_nextn_predict_layers"  # the other name that transformers writes
+    name = "num_nextn_predict_layers"  # transformers also writes this name
     return fields.integer(
         name if fields.has(name) else "num_mtp_layers", 0, minimum=0, maximum=MAX_PARTS
     )

@@ -23,7 +23,8 @@ class ModelWork:
         token_flops: FLOPs per token, without attention to other tokens and without the output head.
         head_flops: FLOPs of the output head per token whose logits are computed.
         attended_flops: FLOPs of one layer per pair of a token and a token that it attends to.
-        attended_bytes: bytes of KV that one layer reads per such pair.
+        attended_bytes: bytes of KV that one layer reads per pair of a token and a token that it
+            attends to.
         weight_bytes: bytes of the weights that every step reads.
         expert_bytes: bytes of the experts of all layers; a step reads only the chosen experts.
         num_experts, top_k: number of experts of a layer, and number of experts per token; 0: the

@@ -23,8 +23,8 @@ SIDE = 16
 _WORD_BITS = 32
 _FOUR_BITS_GROUP = 128
 _NUM_TRIED = 12  # number of scales that `four_bits` tries for a group
-# Number of inputs in one 8-bit matrix product; a multiple of this is the group size of a
-# `RoundedWeight`.
+# Number of inputs in one 8-bit matrix product. The group size of a `RoundedWeight` is a multiple of
+# this number.
 ROUNDED_BLOCK = FLOAT8_GROUP
 
 

@@ -118,7 +118,7 @@ class AdaptedExperts:
         )
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squared norm of each of a part's rows with the adapter added."""
+        """Return, for each row of a part, the squared norm of base weight + adapter."""
         name, expert = _key(part)
         return row_squares(self._layer(name, expert), self._placed(part, name).rows, up, down)
 

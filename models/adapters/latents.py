@@ -150,7 +150,7 @@ class AdaptedLatents(nn.Module):
         )
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squared norm of each of a part's rows with the adapter added."""
+        """Return, for each row of a part, the squared norm of base weight + adapter."""
         return (_weight(self.layer, self._spec, len(up)) + up @ down).square().sum(dim=1)
 
 

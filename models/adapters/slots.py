@@ -90,7 +90,7 @@ class AdaptedLinear(nn.Module):
         return make_low_rank(self.layer, files, pieces, dtype, width)
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squared norm of each of a part's rows with the adapter added."""
+        """Return, for each row of a part, the squared norm of base weight + adapter."""
         return row_squares(self.layer, part.rows, up, down)
 
 

@@ -197,7 +197,7 @@ def _static_states(metadata: StateMetadata) -> StateMetadata:
 
 
 def _width(metadata: AttentionMetadata) -> int:
-    """Return the number of columns of a tape's block table, rounded up so that requests can grow."""
+    """Return the number of columns of a tape's block table, with room for longer requests."""
     return int(max(16, 1 << (metadata.block_table.shape[1] - 1).bit_length()))
 
 

@@ -103,7 +103,7 @@ def write_kept(entry: CacheEntry, kept: Kept, more: Mapping[str, int]) -> None:
 
 
 def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
-    """Map a file's weights; return the weights, and the further numbers of `write_kept`."""
+    """Map a file's weights; return the weights, and the numbers that `write_kept` added."""
     content = _as_tensor(file)
 
     def tensor(place: Mapping[str, Any] | None) -> Tensor | None:

@@ -68,7 +68,7 @@ def read_quantized(
     support them. Reading raises ModelLoadError if no `Storage` fits, or the parts do not fit
     together.
     """
-    storages = STORAGES.get(quantization.method, ())  # mxfp4 has none
+    storages = STORAGES.get(quantization.method, ())  # none for mxfp4, whose experts are fused
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
     layers: defaultdict[str, list[StoredTensor]] = defaultdict(list)
     for name, stored in tensors.items():

@@ -156,13 +156,13 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Let the kernel drop a mapped tensor's pages from memory, when nobody needs it any more."""
+    """Let the system drop a mapped tensor's pages from memory; the tensor is no longer needed."""
     madvise = _madvise()
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
     size = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if madvise is not None and size > 0 and tensor.is_contiguous():
-        madvise(begin, size, mmap.MADV_DONTNEED)  # failures do no harm
+        madvise(begin, size, mmap.MADV_DONTNEED)  # a failure does no harm
 
 
 @functools.cache

@@ -14,7 +14,7 @@ ROUTED_NAMES = {
 
 
 def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
-    """Return ``experts``; raises ModelLoadError if its counts of experts or groups do not fit."""
+    """Return ``experts``; raises ModelLoadError if numbers of experts and groups do not fit."""
     if experts.top_k > experts.num_experts:
         problem = f"{experts.top_k}, but there are {experts.num_experts} experts"
         raise fields.wrong("num_experts_per_tok", problem)
