@@ -1,4 +1,4 @@
-"""Family and TextPart: how a family's file tells to read config.json for one architecture.
+"""Family and TextPart: descriptions of how config.json is read for one architecture.
 
 Defaults equal those of transformers' configuration classes (tests/numerics/test_config_fields.py).
 A field that changes results is refused by name if the architecture does not use it.

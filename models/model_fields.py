@@ -1,7 +1,6 @@
 """ModelFields: the config.json fields that families share, checked and typed; no torch.
 
-A family's file decides what the values mean for a network. Refuses to
-know: families, tensors.
+A family's file decides what the values mean for a network. Refuses to know: families, tensors.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _gptq(quantization: Fields) -> QuantizationConfig:
             "checkpoint_format", f"{layout!r} is not supported; supported: gptq, gptq_v2"
         )
     _check_bits(quantization, _GPTQ_BITS)
-    offset = 1 if layout == "gptq" else 0  # the first version stores zero points less 1
+    offset = 1 if layout == "gptq" else 0  # the first version stores zero points minus 1
     return QuantizationConfig(
         "gptq", group_size=_group_size(quantization), zero_point_offset=offset
     )

@@ -1,8 +1,7 @@
 """RopeConfig: the rotary position embedding (RoPE) that config.json describes.
 
 transformers 4 writes the fields ``rope_theta`` and ``rope_scaling``, transformers 5 one field
-``rope_parameters``.
-Defaults and precedence follow ``transformers.modeling_rope_utils``.
+``rope_parameters``. Defaults and precedence follow ``transformers.modeling_rope_utils``.
 Refuses to know: tensors, frequencies (``layers/rope_frequencies.py``).
 """
 
@@ -27,9 +26,9 @@ class RopeConfig:
     In Hugging Face, the frequencies of ``dynamic`` and ``longrope`` depend on the current length of
     the sequence, so early keys are rotated differently from later keys. Baton's requests share
     cached blocks, so the rotation of a key may depend only on its position. Therefore, frequencies
-    are fixed when the model is loaded: ``dynamic`` serves up to
-    ``max_position_embeddings``, where it equals ``default``; ``longrope`` uses its short factors if
-    ``max_model_len <= original_max_position_embeddings``, else its long factors for all lengths
+    are fixed when the model is loaded: ``dynamic`` serves up to ``max_position_embeddings``, where
+    it equals ``default``; ``longrope`` uses its short factors if ``max_model_len <=
+    original_max_position_embeddings``, else its long factors for all lengths
     (``use_long_factors``).
     """
 
@@ -66,8 +65,7 @@ class AxesRule:
     ::
 
         sections 2, 3, 3     | 0 0 1 1 1 2 2 2 |
-        interleaved          | 0 1 2 0 1 2 1 2 |      when a section is used up, axis 0 takes its
-        place
+        interleaved          | 0 1 2 0 1 2 1 2 |      after a section's end: axis 0
 
     Attributes:
         sections: default number of rotary pairs per axis.
@@ -147,7 +145,7 @@ def parse_ropes(
 
     if not by_layer_type:
         return parse(older if older.names() else newer, theta), None
-    # In such models, transformers reads this field only in the section of a layer type.
+    # With RoPE by layer type, transformers reads this field only in a layer type's section.
     fields = fields.with_values({"original_max_position_embeddings": None})
     if older.has("type") and not older.has("rope_type") and not newer.names():
         raise older.wrong("type", "is not supported with this architecture, but rope_type is")
@@ -161,7 +159,7 @@ def parse_ropes(
         only_newer = [name for name in full.names() if name not in older.names()]
         full = older.with_values({name: full.get(name) for name in only_newer})
     for section in (newer, full, sliding):
-        # In such models, transformers ignores this field.
+        # With RoPE by layer type, transformers ignores this field.
         if not section.boolean("truncate", True):
             raise section.wrong("truncate", "only true is supported with this architecture")
     return parse(full, theta), parse(sliding, local_theta)

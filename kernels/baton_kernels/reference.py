@@ -1,8 +1,8 @@
 """The definition of every op in plain torch; faster kernels are tested against it.
 
 Arithmetic is in float32 wherever Hugging Face's models use float32. So a float32 model agrees with
-``transformers`` closely, and a bfloat16 model rounds at the same places. Refuses
-to know: devices, models, how requests are batched.
+``transformers`` closely, and a bfloat16 model rounds at the same places. Refuses to know: devices,
+models, how requests are batched.
 """
 
 from __future__ import annotations
@@ -284,18 +284,18 @@ def norm_rotary_store(
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: heads of queries, keys and
             values. Further whole heads at the end of a row, such as gates, are not read.
         num_heads: number of query heads; ``kv_cache`` tells the other sizes.
-        cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
-        sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
+        cos: ``[num_tokens, rotary_dim]``, cosines of the rotation.
+        sin: ``[num_tokens, rotary_dim]``, sines of the rotation.
         kv_cache: one layer of the paged cache, see :func:`store_kv`; receives this step's values
             and rotated keys.
-        slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
+        slot_mapping: ``[num_tokens]`` int64, each token's slot in the cache; -1: padding.
         query_weight: weight of the norm over each query head, ``[head_dim]``, or over all query
             heads, ``[num_heads * head_dim]``; None: no norm.
         key_weight: weight of the keys' norm, ``[head_dim]`` or ``[num_kv_heads * head_dim]``; None:
             no norm.
         eps: added to the mean square.
-        key_scale: scale of keys in an ``FP8`` cache, see :func:`store_kv`.
-        value_scale: scale of values in an ``FP8`` cache, see :func:`store_kv`.
+        key_scale: scale of keys in an ``FP8`` cache.
+        value_scale: scale of values in an ``FP8`` cache.
 
     Returns:
         The rotated queries, ``[num_tokens, num_heads, head_dim]``, a new tensor.
@@ -345,11 +345,11 @@ def norm_rotary_store_latent(
             of tokens and heads.
         latent: ``[num_tokens, rank + rotary_dim]``: the part to normalize, then the part to rotate,
             which is a key of all heads.
-        cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
-        sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
+        cos: ``[num_tokens, rotary_dim]``, cosines of the rotation.
+        sin: ``[num_tokens, rotary_dim]``, sines of the rotation.
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
             receives this step's latents.
-        slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
+        slot_mapping: ``[num_tokens]`` int64, each token's slot in the cache; -1: padding.
         weight: ``[rank]``, weight of the norm.
         eps: epsilon of the norm.
         interleaved: whether the dims of a pair are adjacent, ``x0 y0 x1 y1 ..``. The result always

@@ -70,7 +70,11 @@ class AdaptedEmbedding(nn.Module):
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> EmbeddingLowRank:
-        """Convert an adapter's matrices to ``dtype``; raises AdapterError if it is too narrow."""
+        """Convert an adapter's matrices to ``dtype``.
+
+        Raises:
+            AdapterError: a number is too large for ``dtype``.
+        """
         (piece,) = pieces
         factors, down = piece.factors, piece.down
         refuse_large(files, factors, dtype, down, factors.b)

@@ -33,7 +33,7 @@ from models.recipe import RELU2
 
 # The arguments of `mix` for some tokens: x, ids, weights, shared, gate.
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-FIRST, SECOND = "gate_up", "down"  # names of the two layers in a `SparseMoe`
+FIRST, SECOND = "gate_up", "down"  # names of the experts' two layers in a `SparseMoe`
 _NO_ADAPTER = -1
 
 
@@ -222,7 +222,7 @@ class AdaptedExperts:
         return self._moe.inner_size if name == FIRST else self._moe.width
 
     def _padded(self, name: str) -> int:
-        """Return the rows of one half (first layer) or of all outputs (second), with padding."""
+        """Return the number of rows of a half (first layer) or of the second layer, with padding."""
         every, size = self._moe.get_submodule(name), self._size(name)
         return every.packed.in_whole_panels(size) if isinstance(every, PackedLinear) else size
 

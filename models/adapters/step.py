@@ -20,7 +20,7 @@ class StepSpans:
     spans: tuple[AdapterSpan, ...] = ()
 
     def found(self, loaded: Mapping[AdapterDigest, T]) -> list[tuple[slice, T]]:
-        """Return the adapters of this step that change a layer: each one's tokens and matrices.
+        """Return, for each adapter of this step that changes a layer, its tokens and matrices.
 
         Args:
             loaded: the matrices of the adapters that change the layer, by adapter digest.

@@ -148,6 +148,6 @@ def _as_tensor(file: PackedFile) -> Tensor:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         size = -(-content.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        for advice in (_HUGE_PAGE, _POPULATE_READ):  # failures do no harm
+        for advice in (_HUGE_PAGE, _POPULATE_READ):  # a failure does no harm
             madvise(content.data_ptr(), size, advice)
     return content

@@ -1,7 +1,7 @@
 """A small model that drafts for a larger target model with the same vocabulary.
 
-Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. The draft model
-may have any architecture without recurrent states, which cannot be rolled back.
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. The draft model may have any
+architecture without recurrent states, which cannot be rolled back.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """MTP: a drafting layer that was trained with the target model (DeepSeek-AI, arXiv 2412.19437).
 
 The layer is like the target model's layers, and is stored in the target model's checkpoint or in a
-separate folder. Checkpoints have one of two layouts: DeepSeek's
-(``model.layers.N``, after the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
-Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). If there
-are several MTP layers, only the first is used, for all drafts.
+separate folder. Checkpoints have one of two layouts: DeepSeek's (``model.layers.N``, after the last
+layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and Qwen's (``mtp``:
+``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). If there are several MTP
+layers, only the first is used, for all drafts.
 """
 
 from __future__ import annotations

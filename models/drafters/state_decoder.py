@@ -6,8 +6,7 @@
 
 Parts in parentheses are optional. Which parts exist, and their names, depends on the checkpoint's
 layout (``eagle.py``, ``mtp.py``). EAGLE-3's layer reads embedding and state side by side, without
-``fc`` between. Refuses to know: layouts,
-files.
+``fc`` between. Refuses to know: layouts, files.
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ def _in_common_words(fields: Fields) -> Fields:
 
 
 def _refuse_time_step_min(fields: Fields) -> None:
-    """Refuse a minimum time step other than 0, or the 0.001 of all published checkpoints.
+    """Raise ModelLoadError unless the minimum time step is absent, 0 or 0.001.
+
+    All published checkpoints have 0.001.
 
     In NVIDIA's code and in Baton, this field does not affect results. transformers 5 raises time
     steps below the minimum for a prompt's tokens, but not for generated tokens.

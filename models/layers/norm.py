@@ -50,6 +50,6 @@ class NoNorm(Computing):
         return x
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return ``residual + x * factor`` twice, in place of ``(norm(sum), sum)``."""
+        """Return ``residual + x * factor`` twice: without a norm, the normalized sum is the sum."""
         total = self.ops.scaled_add(x, residual, factor)
         return total, total

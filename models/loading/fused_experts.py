@@ -53,7 +53,7 @@ def split_fused_experts(
     by_turns: bool = False,
     as_linears: bool = False,
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by name, with fused tensors split into each expert's.
+    """Return a checkpoint's tensors by name; split fused tensors into one per expert.
 
     Fused tensors have the names of modules in ``transformers``; the other tensors may have a
     checkpoint's own names.

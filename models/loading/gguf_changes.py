@@ -1,8 +1,7 @@
 """Undoes what converters to GGUF changed in tensors, so that they equal the original checkpoint's.
 
-`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is
-returned unchanged, because the loader will report its shape. Refuses to know: files, names of
-tensors.
+`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is returned
+unchanged, because the loader will report its shape. Refuses to know: files, names of tensors.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def _value_columns(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder rows ``| queries | keys | values | gates |`` so that a key head's are adjacent."""
+    """Reorder rows ``| queries | keys | values | gates |``: rows of a key head become adjacent."""
     net = _delta_net(config)
     if net is None:
         return tensor

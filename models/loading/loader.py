@@ -140,7 +140,7 @@ def _hold_entry(
 ) -> CacheEntry | None:
     """Hold the model's entry in the cache of packed weights until ``files`` is closed.
 
-    Returns None if packed weights of this model cannot be cached, or are too small to be.
+    Returns None if packed weights of this model cannot be cached, or the model is too small.
     """
     sources = gguf_files(folder) or _weight_files(folder)
     size = sum(path.stat().st_size for path in sources)

@@ -6,8 +6,7 @@
 
 The names of a layer's tensors tell how its weight is stored. A layer that is not quantized is read
 unchanged. Weights are computed in the dtype of the scales, and so equal the results of each
-format's own tools bit for bit. Refuses to
-know: modules, their dtype.
+format's own tools bit for bit. Refuses to know: modules, their dtype.
 """
 
 from __future__ import annotations

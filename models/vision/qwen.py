@@ -127,7 +127,7 @@ class _QwenTransformer(nn.Module):
         return rotation_by_axes(*places, each, each)
 
     def _learned(self, places: _Places, rows: int, columns: int) -> Tensor:
-        """Return each patch's position embedding, interpolated from the four nearest learned."""
+        """Return each patch's position embedding: an average of the four nearest in the table."""
         side = self._spec.positions_per_side
         assert side is not None
         of_rows, of_columns = (

@@ -55,10 +55,9 @@ def reason_against_head(head_dim: int) -> str | None:
 class FlashAttention:
     """``AttentionBackend`` over the newest installed FlashAttention.
 
-    Version 3 computes every step with ``flash_attn_with_kvcache``. In version 2,
-    this function cannot compute prompts of unequal lengths, so ``flash_attn_varlen_func`` computes
-    all steps with prompts.
-    Supports only float16 and bfloat16, as do the packages.
+    Version 3 computes every step with ``flash_attn_with_kvcache``. In version 2, this function
+    cannot compute prompts of unequal lengths, so ``flash_attn_varlen_func`` computes all steps with
+    prompts. Supports only float16 and bfloat16, as do the packages.
     """
 
     def __init__(self) -> None:

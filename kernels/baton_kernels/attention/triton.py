@@ -63,7 +63,7 @@ class TritonAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why GPUs before compute capability 8.9 do not support it: they lack float8."""
+        """Return why a float8 cache is not supported on GPUs before compute capability 8.9."""
         if has_fp8(device):
             return None
         return "float8 needs a GPU of compute capability 8.9 or newer"

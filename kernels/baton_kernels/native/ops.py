@@ -2,8 +2,8 @@
 
 ``baton_kernels.reference`` defines each op, and computes tensors that the library does not support.
 The library supports float32, bfloat16 and float16 with contiguous rows, and computes in float32. A
-row's result does not depend on the other rows of the batch. Refuses to
-know: when these ops are chosen.
+row's result does not depend on the other rows of the batch. Refuses to know: when these ops are
+chosen.
 """
 
 from __future__ import annotations

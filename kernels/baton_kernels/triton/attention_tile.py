@@ -59,7 +59,7 @@ class PagedShape:
         return padded_side(self.head_dim)
 
 
-@functools.lru_cache  # layers and steps mostly have equal arguments
+@functools.lru_cache  # all layers of a model mostly have equal arguments
 def _paged_shape(
     token: tuple[int, int],
     token_strides: tuple[int, int],

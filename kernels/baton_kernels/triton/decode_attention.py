@@ -305,8 +305,8 @@ class BoundDecodes:
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; rows of prompts are not written.
-            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: cache of one layer, see ``PagedShape.of``.
+            query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+            kv_cache: cache of one layer, with gaps between blocks only.
             sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step, buffers = self.metadata, self.buffers
@@ -327,8 +327,8 @@ def bind_decodes(
     """Bind a step's launch to the shapes of these tensors; layers of equal shapes share it.
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: cache of one layer, see ``PagedShape.of``.
+        query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+        kv_cache: cache of one layer, with gaps between blocks only.
         metadata: lengths and blocks of the step's requests.
         buffers: the buffers that :func:`launch_plan` fills for this step.
         scale: factor of the dot products.

@@ -162,7 +162,7 @@ def store_kv(
 def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
     """Choose tile sizes for half of the rotated dims, and for the dims that are not rotated.
 
-    The second is 0 if all dims are rotated.
+    The second size is 0 if all dims are rotated.
     """
     tail = head_dim - rotary_dim
     return {

@@ -363,8 +363,8 @@ class BoundTiles:
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
-            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: cache of one layer, see ``PagedShape.of``.
+            query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+            kv_cache: cache of one layer, with gaps between blocks only.
             sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step, tiles = self.metadata, self.tiles
@@ -388,8 +388,8 @@ def bind_tiles(
     """Bind a step's launches to the shapes of these tensors; layers of equal shapes share them.
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: cache of one layer, see ``PagedShape.of``.
+        query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+        kv_cache: cache of one layer, with gaps between blocks only.
         metadata: lengths and blocks of the step's requests.
         tiles: the tiles that :func:`plan_step` made for this step and window.
         scale: factor of the dot products.

@@ -400,8 +400,8 @@ class BoundInvariant:
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
-            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: cache of one layer, see ``PagedShape.of``.
+            query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+            kv_cache: cache of one layer, with gaps between blocks only.
             sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step = self.metadata
@@ -423,8 +423,8 @@ def bind_invariant(
     """Bind a step's launch to the shapes of these tensors; layers of equal shapes share it.
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: cache of one layer, see ``PagedShape.of``.
+        query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+        kv_cache: cache of one layer, with gaps between blocks only.
         metadata: lengths and blocks of the step's requests.
         work: buffers, to bind the launch for requests with one new token; or tiles, to bind the
             launch for all other requests.

@@ -6,8 +6,7 @@
 Prompts and decodes use the absorbed form (DeepSeek-AI, arXiv:2405.04434): a tile of latents is
 loaded once, and multiplied twice, as keys and as values. If a request computes one token, its keys
 are split over programs and the results merged, as in `decode_attention`; otherwise, a program
-computes a tile of the request's tokens. Refuses
-to know: layers, how latents come into the cache.
+computes a tile of the request's tokens. Refuses to know: layers, how latents come into the cache.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ def gumbel_bound(hashes):
     """Return an upper bound of `gumbel`, without computing logarithms.
 
     The bound is at most 0.09 too high for hashes from 100 to 2**27. The noise is at most
-    ``-log(share)``. A float's bits, read as an integer, are its binary
-    logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division Using Binary
-    Logarithms").
+    ``-log(share)``. A float's bits, read as an integer, are its binary logarithm or up to 0.09 less
+    (Mitchell, "Computer Multiplication and Division Using Binary Logarithms").
     """
     bits = hashes.to(tl.float32).to(tl.int32, bitcast=True)
     return (bits.to(tl.float32) * -(2.0**-23) + (EXPONENT_BIAS + 32)) * LOG_2
@@ -174,8 +173,8 @@ def choose_kernel(
     """Choose a row's token if no filter applies, or if filters keep at most the MOST best tokens.
 
     The k-th largest of the groups' best logits is a lower bound of the k-th largest logit, so only
-    groups that reach it are read. Without top-k, k is DEFAULT_K, and filters may
-    keep more tokens than were read; the row is then left to `search_kernel`.
+    groups that reach it are read. Without top-k, k is DEFAULT_K, and filters may keep more tokens
+    than were read; the row is then left to `search_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
