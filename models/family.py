@@ -71,8 +71,8 @@ class Family:
         ropes_by_layer_type: whether layers with a sliding window may have a separate RoPE.
         partial_rotary: whether files may limit rotation to the first dims of a head.
         turning: default fraction of a head's dims that RoPE rotates.
-        vision, axes: as in `TextPart`, for families whose text model and model with images have
-            the same name.
+        vision, axes: as in `TextPart`, if the models read images, and this object also describes
+            their text part.
     """
 
     recipe: Callable[[ModelFields], Recipe]

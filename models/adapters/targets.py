@@ -210,7 +210,7 @@ def _kept(module: nn.Module, name: str) -> Kept | None:
 
 
 def _linears(path: str, module: nn.Linear) -> Iterator[tuple[str, Target]]:
-    """Yield the name of each projection in a linear layer, and the projection's rows."""
+    """Yield each projection in a linear layer: the name in the model, and the rows."""
     if path == HEAD:
         return
     if not isinstance(module, JoinedLinear) or module.stored_joined:
