@@ -18,7 +18,7 @@ _SPARSE_FORMATS = ("dense",)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What must be known, besides a layer's tensors, to read quantized weights.
+    """Facts that are needed, besides a layer's tensors, to read quantized weights.
 
     Attributes:
         method: value of `quant_method`.
