@@ -1,6 +1,6 @@
-"""Networks that draft a model's next tokens: one file per method, and one line in this table.
+"""Networks that draft a model's next tokens, one file per method.
 
-A method's file is imported when the method is used."""
+The table names each method, whose file is imported when the method is used."""
 
 from __future__ import annotations
 
