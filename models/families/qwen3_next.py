@@ -74,7 +74,7 @@ def _recipe(
         model: the fields of config.json.
         net: the gated delta net of layers without attention.
         feed_forward: the MLP or experts of all layers but ``dense``.
-        dense: layers with an MLP instead.
+        dense: indices of layers that have an MLP instead of ``feed_forward``.
     """
     bias, mlp = model.attention_bias, dense_mlp(model)
     attention = model.attention(

@@ -123,7 +123,7 @@ def mamba2(keys: Keys) -> Mapping[str, Any]:
 
 
 def mamba2_names(name: str) -> Names:
-    """Return GGUF name -> checkpoint name of Mamba 2's tensors, for a mixer called ``name``."""
+    """Return the checkpoint names of Mamba 2's tensors, by GGUF name, in a mixer ``name``."""
     return {
         "ssm_in": f"{name}.in_proj",
         "ssm_conv1d": f"{name}.conv1d",

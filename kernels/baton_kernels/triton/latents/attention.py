@@ -115,7 +115,7 @@ def attend(
     TILE: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Attend to the latents [start, end); return ``(highest, total, acc)`` as `fold` does."""
+    """Attend to the latents [start, end); return the softmax's ``(highest, total, acc)``."""
     ranks, turns = tl.arange(0, R), tl.arange(0, P)
     highest = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)

@@ -89,9 +89,9 @@ def first_best(scores, token_ids):
 
 @triton.jit
 def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
-    """Return the largest key for which its weight and those of larger keys sum to ``target``.
+    """Return the largest key such that its weight and those of larger keys reach ``target``.
 
-    The sum may exceed ``target``. Returns 0 if all weights together are less. Only the first
+    Returns 0 if all weights together are less than ``target``. Only the first
     ``NUM_BITS`` bits of the key are searched; the others are 0.
     """
     found = tl.full((), 0, tl.uint32)
