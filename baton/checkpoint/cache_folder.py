@@ -1,6 +1,6 @@
-"""Cache folder: the user's cached files, in folders that no other user can write.
+"""Cache folder: keeps the user's cached files in folders that no other user can write to.
 
-Other users who could write there could run code in Baton's processes or change model files.
+Another user who could write there could run code in Baton's processes or change model files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class CacheFolderError(Exception):
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder for one kind of cached files, in ``BATON_CACHE`` or `~/.cache/baton`."""
+    """Return the folder ``name`` for cached files, in ``BATON_CACHE`` or `~/.cache/baton`."""
     cache = os.environ.get("BATON_CACHE")
     try:
         return (Path(cache) if cache else Path.home() / ".cache" / "baton") / name
-    except RuntimeError as error:  # a user without a home, as in containers
+    except RuntimeError as error:  # the user has no home folder, for example in a container
         raise CacheFolderError("BATON_CACHE: must be given: this user has no home") from error
 
 
@@ -44,7 +44,7 @@ def open_own_folder(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE:
-        os.fchmod(descriptor, 0o700)  # other users' files may remain, so readers check owners
+        os.fchmod(descriptor, 0o700)  # readers check owners, because others' files may remain
         found = os.fstat(descriptor)
     if not is_own(found):
         os.close(descriptor)

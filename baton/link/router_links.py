@@ -56,8 +56,8 @@ class RouterLinks:
         answer: answers operators' questions; None: questions are not answered. tls: this node's
             certificates.
 
-        Attributes:
-            reached: engine ids of the peers that this node is connected to.
+    Attributes:
+        reached: engine ids of the peers that this node is connected to.
     """
 
     def __init__(
