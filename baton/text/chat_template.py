@@ -138,7 +138,7 @@ class ChatTemplate:
             return False
 
     def _as_read(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message in the form that the template expects."""
+        """Return a message in the form that the template reads, for example with lists of parts."""
         plain = _as_templates_read(message)
         if isinstance(plain.get("content"), str) and self.reads_parts_only:
             plain["content"] = [{"type": "text", "text": plain["content"]}]

@@ -103,7 +103,7 @@ class _JoinedPieces:
         return self._strip(text) if self._num_to_strip and text else text
 
     def _begin(self, token_ids: list[int]) -> bytes:
-        """Return the bytes of the first visible token; remove tokens up to it from the list."""
+        """Return the bytes of the first token with text; remove tokens up to it from the list."""
         for index, token_id in enumerate(token_ids):
             if (first := self._pieces.first(token_id)) is not None:
                 self._has_begun = True

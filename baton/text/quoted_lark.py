@@ -2,10 +2,10 @@
 
     start: /.+/    matches  say "a"    and converted  say \\"a\\"
 
-Each character has one spelling in the string: a short escape if JSON has one, ``\\u00..`` for other
-control characters, otherwise itself. All escapes begin with a backslash, but the library's lexer
-looks only one byte ahead. So each escape is a lexeme, and terminals that may contain escapes become
-rules.
+Each character is spelled in one way in the string: by a short escape if JSON has one, by
+``\\u00..`` for other control characters, or else by itself. All escapes begin with a backslash, but
+the grammar library's lexer looks only one byte ahead. So each escape becomes a lexeme of its own,
+and terminals that may contain escapes become rules.
 
     /[^x]+y/  ->  (/[^x"\\]/ | ESCAPE) (/[^x"\\]+/ | ESCAPE)* /[^x"\\]*y/
 """
@@ -463,7 +463,7 @@ _ANOTHER_ESCAPE = re.compile(r"\\[pPhHQ]|\\[xu]\{")
 
 
 def _char_of(atom: str) -> str:
-    """Return the character that an escape of a regex stands for; empty for classes such as \d."""
+    """Return the character that an escape of a regex stands for; empty for a character class."""
     if found := _CODE.fullmatch(atom):
         try:
             return chr(int(next(filter(None, found.groups())), 16))

@@ -198,7 +198,7 @@ class _Opposites:
         raise _UnknownOppositeError
 
     def _of_properties(self, properties: Any, beside: Schema, depth: int) -> list[Any]:
-        """Return, for each property, a schema of objects whose value of it does not fit."""
+        """Return one alternative per property: objects in which this property does not fit."""
         declared = beside.get("properties", {})
         ways = []
         for name, one in properties.items():

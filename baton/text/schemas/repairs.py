@@ -1,10 +1,10 @@
 """Schema repairs: close gaps through which the grammar library would let wrong outputs pass.
 
-* A class of characters that contains control characters but not ``"`` or ``\\``, such as ``[^"]``,
-  also matches the escapes of the excluded characters. The pattern is narrowed so that it does not
-  match control characters.
-* With open names, a name may occur twice, and ``minProperties`` would count it twice. A schema with
-  both is refused.
+* A regex's character class that contains control characters but not ``"`` or not ``\\``, such as
+  ``[^"]``, also matches the JSON escape of the excluded character. The class is narrowed so that it
+  does not match control characters.
+* If an object may have any names, a name may occur twice, and ``minProperties`` would count the
+  name twice. A schema with ``minProperties`` and any names is refused.
 * A keyword that neither the library nor a rewriting enforces is refused, with its place.
 """
 
