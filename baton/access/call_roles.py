@@ -1,6 +1,6 @@
-"""The roles that allow each gRPC call. A call missing in this table is always refused.
+"""The roles that allow each gRPC call. A call that is not in this table is refused.
 
-A test compares this table with all services in `proto/` and all calls of our servers.
+A test compares this table with all services in `proto/` and all calls of Baton's servers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ OPEN = None
 """Callers need neither a role nor credentials."""
 
 INFER: Roles = frozenset({Role.INFER})
-LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # operators who may change things may also read
+LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # who may operate may also read
 OPERATE: Roles = frozenset({Role.OPERATE})
 JOIN: Roles = frozenset({Role.JOIN})
-# Clients may ask about their own tenant's requests, operators about all.
+# Clients may see or abort their own tenant's requests, operators all requests.
 OWN_OR_LOOK: Roles = INFER | LOOK
 OWN_OR_OPERATE: Roles = INFER | OPERATE
 ANY: Roles = frozenset(Role)

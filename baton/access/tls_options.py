@@ -16,10 +16,10 @@ SYSTEM_CAS = "system"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """A program's certificate and the CAs that it trusts; without any option no TLS.
+    """Options of a program's TLS: its certificate and trusted CAs. Without options there is no TLS.
 
     Raises:
-        ConfigError: the options contradict each other. The files are checked later.
+        ConfigError: the options contradict each other. The files are checked when they are read.
     """
 
     cert: str = option(

@@ -54,10 +54,10 @@ class BeamSearchParams:
         max_tokens: maximum number of output tokens, at least 1.
         length_penalty: exponent of the length in the score, from -10 to 10; above 0 favours long
             outputs.
-        early_stopping: when the search ends after ``beam_width`` outputs have ended. True: at once.
-        False: when no running output would score better if it ended now. ``"never"``: when no
-        running output can ever score better.
-    end_token_ids: ids of tokens that end an output.
+        early_stopping: when the search ends after ``beam_width`` outputs have ended: at once (True);
+            when no running output would score better if it ended now (False); or when no running
+            output can ever score better (``"never"``).
+        end_token_ids: ids of tokens that end an output.
     """
 
     beam_width: int = 4

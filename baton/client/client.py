@@ -1,4 +1,4 @@
-"""Client and AsyncClient: call a router from Python. Do not import torch."""
+"""Client and AsyncClient: call a router from Python. This module does not import torch."""
 
 from __future__ import annotations
 
