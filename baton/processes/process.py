@@ -1,4 +1,4 @@
-"""Process life: errors of one line, stop signals, and ending with the parent process."""
+"""Process life: run a program's main coroutine, handle its signals, and end its process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _start_workers() -> None:
-    """Start all worker threads of the running loop now; later the system may refuse more."""
+    """Start all worker threads of the event loop now, because later the system may refuse."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 

@@ -307,7 +307,7 @@ def _become_reaper(control: socket.socket, programs: Mapping[int, int]) -> None:
 
 
 def _become_program(start: _Start, output: int) -> None:
-    """Give this process a session, output, environment and arguments of its own."""
+    """Turn this forked process into a program with its own output, environment and arguments."""
     os.setsid()  # Ctrl-C is for the parent, which ends its children in order
     os.dup2(output, 1)
     os.dup2(output, 2)

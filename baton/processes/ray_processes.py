@@ -113,7 +113,7 @@ class RayProcess:
     def _ask(
         self, method: str, otherwise: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S
     ) -> Any:
-        """Call the actor. Without the actor the process is gone too."""
+        """Call a method of the actor; return ``otherwise`` if actor and process are gone."""
         try:
             return self._ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except self._ray.exceptions.GetTimeoutError:

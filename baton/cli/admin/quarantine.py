@@ -1,4 +1,4 @@
-"""`baton admin quarantine` and `release`: requests refused because equal ones crashed nodes."""
+"""`baton admin quarantine` and `release`: requests that are refused because they crash nodes."""
 
 from __future__ import annotations
 
