@@ -69,8 +69,8 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "SetLogLevel": OPERATE,
         "Profile": OPERATE,
     },
-    # Load balancers and Kubernetes' gRPC probes do not send credentials. The answer only tells
-    # that a server listens, which anybody who can connect knows. `Watch` needs credentials: it
+    # Load balancers and Kubernetes' gRPC probes do not send credentials. The answer only tells that
+    # a server listens, which a caller who can connect knows anyway. `Watch` needs credentials: it
     # keeps a stream open, and unknown callers could open a million streams.
     "grpc.health.v1.Health": {"Check": OPEN, "List": OPEN, "Watch": ANY},
     # The service descriptions are public, but unknown callers do not need them.

@@ -71,7 +71,7 @@ class TlsOptions:
         return bool(self.cert and self.ca and self.ca != SYSTEM_CAS)
 
     def check_server(self) -> None:
-        """Raise ConfigError for options that suit a client but not a server."""
+        """Raise ConfigError for options that a client may have but a server may not."""
         if self.ca and not self.cert:
             raise ConfigError("tls_cert: must be given with tls_ca: a server has to show one")
         if self.ca == SYSTEM_CAS:

@@ -183,7 +183,7 @@ def _open_client(access: ClientAccess) -> Client:
 
 
 def _print_text(text: str) -> None:
-    """Print a model's text: exactly into a pipe or file, with controls escaped on a terminal.
+    """Print a model's text: unchanged to a pipe or file, with escaped controls on a terminal.
 
     A prompt can make a model write escape sequences that change a terminal's title, clear the
     screen, or write to the clipboard.

@@ -31,7 +31,7 @@ _HELP_SETTINGS = {"help_option_names": HELP_NAMES}
 
 
 def with_option_names(text: str, names: Mapping[str, str]) -> str:
-    """Replace names like ``max_model_len`` in an error's text by ``--max-model-len``.
+    """Replace names of fields in an error's text by options: max_model_len by --max-model-len.
 
     Args:
         names: name of a field -> the option as the user wrote it.
@@ -147,7 +147,7 @@ class _Command(typer.core.TyperCommand):
         raise typer.Exit(exit_code) from None
 
     def _names(self, ctx: Any) -> dict[str, str]:
-        """Return where each option was written, by its name in code."""
+        """Return how the user wrote each option (flag, variable, file), by its field's name."""
         names = {
             one.name: place_of(ctx, one.name) or flag_of(one.name)
             for one in self.params

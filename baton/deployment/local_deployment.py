@@ -121,7 +121,7 @@ class LocalDeploymentConfig:
 
     @property
     def nodes(self) -> list[tuple[str, str, str]]:
-        """Role, name and base model of each node; node numbers continue over the base models."""
+        """Role, name and base model of each node; nodes are numbered over all base models."""
         found = []
         for role, number in (
             ("prefill", self.num_prefill),

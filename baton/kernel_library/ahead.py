@@ -147,7 +147,7 @@ def _find_cross_compiler(machine: str) -> list[str]:
 
 
 def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...], bytes]:
-    """Read the undamaged libraries of this recipe in a folder; keys are name and flags."""
+    """Return the undamaged libraries of a folder that this recipe made, by name and flags."""
     kept: dict[tuple[str, ...], bytes] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         index = json.loads((folder / _INDEX).read_bytes())

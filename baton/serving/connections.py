@@ -302,7 +302,7 @@ class Listener:
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Return the longest waiting connection without unsent bytes; earlier groups go first."""
+        """Return the longest waiting connection without unsent bytes, preferring earlier groups."""
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:

@@ -147,7 +147,7 @@ def nodes_table(
 
 
 def print_problems(console: Console, found: Sequence[admin_pb2.NodeDescription]) -> None:
-    """Print the problem of each pair once, and nodes' health problems, in sentences."""
+    """Print the problems of pairs (each pair once) and of nodes' health, in sentences."""
     for problem in sorted({peer.problem for one in found for peer in one.peers}):
         if problem:
             console.print(f"not paired: {escape(problem)}", style="yellow", soft_wrap=True)

@@ -138,7 +138,7 @@ def enum_field(message: Message, name: str) -> str:
 
 
 def enum_word(name: str) -> str:
-    """Return ``prefill`` for NODE_ROLE_PREFILL: names in our enums begin with two prefix words."""
+    """Return an enum member's name without its first two words: prefill for NODE_ROLE_PREFILL."""
     word = name.split("_", 2)[-1].lower()
     return "serving" if name == "SERVING_STATE_UNSPECIFIED" else word
 

@@ -190,7 +190,7 @@ def _change(
 def _choose(
     admin: AdminConnection, names: Sequence[str], base_model: str
 ) -> list[admin_pb2.NodeDescription]:
-    """Return the named nodes, or all of a base model; raises AdminError if there are none."""
+    """Return the nodes with these names, or all of a base model; raises AdminError if none."""
     from baton.v1 import types_pb2
 
     if names:
