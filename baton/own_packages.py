@@ -40,7 +40,7 @@ def prefer_own_packages() -> None:
     """Import Baton's packages from the folder of `baton` from now on.
 
     Raises:
-        ImportError: another module has been imported under such a name.
+        ImportError: a module that is not Baton's was imported under the name of a package of Baton.
     """
     for name in NAMES:
         if (module := sys.modules.get(name)) is None:

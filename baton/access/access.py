@@ -222,8 +222,8 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # Only inference calls are checked: operators' calls do not use any model. The name in the
-        # request can only be checked after the request has been read.
+        # A key may be limited to some models. Operators' calls use no model. The model's name in a
+        # request is checked later, after the request has been read.
         uses_model = roles == INFER
         if uses_model and principal.models and principal.models.isdisjoint(self._names()):
             raise PermissionDeniedError(

@@ -69,7 +69,7 @@ def _why_tls_fails(
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
     except (ssl.SSLEOFError, ConnectionError):
-        return _of_hanging_up(options) if talk.heard else ""  # "": the server stops or is gone
+        return _of_hanging_up(options) if talk.heard else ""  # unless the server stops or is gone
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         texts = (text for alert, text in _ALERTS.items() if alert in reason)

@@ -56,7 +56,7 @@ _MAX_COMPARISONS = 4 * 10**6  # limit of comparisons between patterns and layer 
 _MAX_HEADER_BYTES = 32 * 2**20
 _PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _VERSION = b"baton adapter 1\n"
-CheckNumbers = Callable[[memoryview, str], bool]  # gets bytes of a tensor, and its dtype
+CheckNumbers = Callable[[memoryview, str], bool]  # (bytes, dtype) -> are all finite?
 
 
 def read_adapter(

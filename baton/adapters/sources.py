@@ -88,7 +88,7 @@ def find_named(root: Path | None, source: str) -> Path:
 
 
 def _hub_name(source: str) -> HubName | None:
-    """Parse the id of a model of the hub; return None for paths and other texts."""
+    """Parse the id of a repository or file of the hub; return None for paths and other texts."""
     if source.startswith((".", "/", "~")):
         return None
     name = HubName.parse(source)

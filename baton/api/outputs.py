@@ -13,7 +13,7 @@ import msgspec
 
 
 class FinishReason(Enum):
-    """Why an output ended."""
+    """Reasons for which an output ends."""
 
     STOP = "stop"
     LENGTH = "length"

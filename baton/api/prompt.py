@@ -126,6 +126,6 @@ def check_name(field: str, name: str, limit: int) -> None:
     """Raise InvalidRequestError if a client's name is too long or not printable."""
     if len(name) > limit:
         raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
-    # This also refuses bytes of HTTP headers that are not UTF-8: they become surrogates.
+    # HTTP headers that are not UTF-8 are refused, too: their bytes have become surrogates.
     if not name.isprintable():
         raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

@@ -19,7 +19,9 @@ KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StructuredOutput:
-    """The form that an output must have, in exactly one field; otherwise InvalidRequestError.
+    """The form that an output must have, which exactly one of the fields gives.
+
+    If no field or several fields are given, InvalidRequestError is raised.
 
     Attributes:
         json_schema: a JSON Schema, as text or as a mapping; stored as text.

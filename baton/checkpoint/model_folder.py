@@ -27,7 +27,7 @@ _MAX_LIMIT = 2**31 - 1
 # File in which older releases of NVIDIA's ModelOpt describe the quantization, instead of
 # config.json.
 MODELOPT_FILE = "hf_quant_config.json"
-# Files with the settings of an image processor; the first may contain those of the second.
+# Files with the settings of an image processor; the first file may contain all settings.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = [
     "config.json",

@@ -133,7 +133,7 @@ class CacheEntry:
     key: str
     limit_bytes: int
     sources: Sequence[Path]
-    identity: str  # state of the sources before they are read
+    identity: str  # digest of the sources' state before they are read
 
     def open(self) -> PackedFile | None:
         """Map the entry's file; return None if the file is missing, or damaged (then remove it)."""

@@ -27,7 +27,7 @@ EXIT_USAGE = 2
 def with_declared_options(
     command: Callable[..., Any], *more: inspect.Parameter
 ) -> Callable[..., Any]:
-    """Replace each parameter that is a dataclass of options by its options.
+    """Replace each parameter of a command that is a dataclass of options by these options.
 
     The new command's attribute ``declared`` holds the options by name.
 

@@ -40,8 +40,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 The content of a user's message may be a list of parts: ``{"type": "text", "text": ...}``, and
 ``{"type": "image", "image": ...}`` with the bytes of an image file, or OpenAI's ``image_url`` with
-a data URL. A text or token ids with the model's markers of images are
-``{"prompt": ..., "images": [...]}``.
+a data URL. A text or token ids that contain the model's image markers are given together with the
+images, as ``{"prompt": ..., "images": [...]}``.
 """
 
 # A broken stream is resumed for this time; routers keep a resumable request for about as long.

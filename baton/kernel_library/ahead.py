@@ -226,8 +226,8 @@ def _open_best(
     """Open a folder's best library for this CPU, or the library that the switch names.
 
     Raises:
-        _UnsuitableError: no library suits this CPU, or they were built from other sources.
-        BuildError: the library is damaged, or other users could write it.
+        _UnsuitableError: no library suits this CPU, or the libraries were built from other sources.
+        BuildError: the library is damaged, or other users could write to it.
     """
     if index.sources != build.digest_of_sources(build.find_sources()):
         raise _UnsuitableError(f"{folder}: built from other sources than this Baton's")

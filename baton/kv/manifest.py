@@ -54,7 +54,7 @@ class KVKind(enum.StrEnum):
 
 
 class HandOffRule(enum.StrEnum):
-    """When a unit may be transferred."""
+    """Rules for when a unit may be transferred."""
 
     AS_IT_FILLS = "as it fills"  # each unit once it is full, because a full unit never changes
     AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, as a whole

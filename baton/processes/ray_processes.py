@@ -78,7 +78,7 @@ class RayProcess:
     def __init__(self, ray: Any, actor: Any, log: Path) -> None:
         self._ray, self._actor, self._log = ray, actor, log
         self.returncode: int | None = None
-        # Ray may first have to free resources.
+        # The first answer may take long, because Ray may have to free resources before.
         self.pid: int = self._ask("pid", -1, timeout_s=120.0)
 
     def poll(self) -> int | None:

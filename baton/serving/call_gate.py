@@ -207,7 +207,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # an error status must come before messages
+                            if not watch.num_sent:  # headers must precede the first message
                                 # Headers are sent first, in case the client does not read the first
                                 # message.
                                 await raw.send_initial_metadata(())

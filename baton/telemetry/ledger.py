@@ -16,7 +16,7 @@ from enum import Enum
 class BlockOwner(Enum):
     """Kinds of owners that references to blocks may have."""
 
-    REQUEST = "request"  # a request that waits or runs here
+    REQUEST = "request"  # a request that waits or runs on this node
     GRANT = "grant"  # promised to a prefill node, which may write the block
     QUARANTINE = "quarantine"  # the request has ended, but a prefill node may still write the block
     PUSH = "push"  # is being sent to a decode node

@@ -1,4 +1,4 @@
-"""Parses messages that arrive over gRPC, and reports invalid ones as errors of their sender.
+"""Parse messages that arrive over gRPC, and report an invalid message as its sender's error.
 
 Without this module, gRPC would answer an invalid message with UNKNOWN and a text of the protobuf
 library. Long messages are passed on as bytes, which their receiver parses in a thread. Knows no

@@ -37,8 +37,8 @@ def folder_of_gguf(path: Path) -> Path:
     Raises:
         ModelLoadError: a file is broken or unsupported, or the cache is unusable.
     """
-    # Links are not followed: the hub's cache has links, whose names (not their targets') say the
-    # part.
+    # Links are not followed: files in the hub's cache are links to files whose names do not tell
+    # the number of the part.
     file = read_places(path.absolute())
     path = file.path
     try:

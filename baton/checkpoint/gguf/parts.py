@@ -100,7 +100,7 @@ def _without_lists(path: Path) -> GgufFile:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return values of which one differs if the file was changed, with the times last.
+    """Return a file's identity, size and times, of which at least one changes with the file.
 
     Returns an empty tuple if the file is inaccessible.
     """
@@ -114,7 +114,8 @@ def _state(path: Path) -> tuple[int, ...]:
 def linked(path: Path) -> Path:
     """Return the direct target of a link, or a path that is no link.
 
-    Further links are not followed: the hub's cache has links, and their names say the part.
+    Only one link is followed, because files in the hub's cache are links to files whose names do
+    not tell the number of the part.
     """
     try:
         return path.parent / path.readlink() if path.is_symlink() else path

@@ -1,4 +1,4 @@
-"""PoolingSetup: whether and how a checkpoint makes embeddings, scores or labels, by its files.
+"""PoolingSetup: tells whether and how a checkpoint makes embeddings, scores or labels.
 
 Reads config.json, and the files that sentence-transformers writes: ``modules.json``, the pooling's
 ``config.json`` and ``config_sentence_transformers.json``. Needs no torch and no tokenizer.

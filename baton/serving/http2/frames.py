@@ -72,7 +72,7 @@ class FrameLimits:
 
 
 class Hold(enum.Enum):
-    """Why a guard holds back the next frame of a client."""
+    """Reasons for which a guard holds back the next frame of a client."""
 
     CALL = "a header block waits for its turn"
     RATE = "small frames came too fast"
@@ -213,7 +213,7 @@ class FrameGuard:
         return taken
 
     def _may_overtake(self, one_frame: bytes) -> bool:
-        """Return whether a frame means the same if it comes before the held call."""
+        """Return whether a frame has the same effect if it comes before the held call."""
         kind, num_bytes = one_frame[3], len(one_frame) - _HEAD_BYTES
         if kind == _PING:
             return num_bytes == _PING_BYTES

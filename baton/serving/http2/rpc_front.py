@@ -38,7 +38,7 @@ _PREFIX = "baton-rpc-"
 _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
-_MAX_SENT_BYTES = 2**17  # bytes that may wait for the client; beyond, gRPC must wait
+_MAX_SENT_BYTES = 2**17  # if more bytes wait for the client, gRPC must wait
 _FEW_STREAMS = 16  # maximum number of calls that gRPC cancels at once
 # Maximum number of bytes read after a call that waits for its turn, to find frames that may
 # overtake it.

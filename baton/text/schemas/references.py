@@ -15,7 +15,10 @@ ANNOTATIONS = frozenset(
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """Return the schema that a reference into the whole schema ends at, after a few references."""
+    """Return a schema, or if it is a `$ref` into the whole schema, the schema that it refers to.
+
+    References to references are followed, up to a limit.
+    """
     for _ in range(8):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break

@@ -20,7 +20,7 @@ _NO_CONSTRAINT = {
     "password", "binary", "path", "file-path", "directory-path", "text", "textarea", "multiline",
     "markdown", "html", "int32", "int64", "float", "double", "decimal",
 }  # fmt: skip
-# Formats that are replaced by another format with the same texts or fewer.
+# Format -> format to use instead, which allows the same texts or fewer.
 _NARROWER = {
     "idn-email": "email",
     "name-email": "email",
