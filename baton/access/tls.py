@@ -207,7 +207,7 @@ class ServerContext(ssl.SSLContext):
         return context
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Begin TLS on a connection; both event loops call this for each connection."""
+        """Begin TLS on a connection; asyncio and uvloop call this for each connection."""
         material = self._files.current()
         if material is not self._made[0]:
             self._made = (material, _server_context(material, self._verify, self._protocols))

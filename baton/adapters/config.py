@@ -214,7 +214,7 @@ class _Fields:
 
 
 def _is_set(value: Any) -> bool:
-    """Return whether a setting has another value than those by which PEFT says "not used"."""
+    """Return whether a setting is used: its value is not one that means "not used" in PEFT."""
     return not (value is None or value is False or value in ({}, []))
 
 

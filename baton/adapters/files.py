@@ -282,7 +282,7 @@ def _read_numbers(
     """
     scales = {name: module.scale for name, module in files.modules.items()}
     settings: dict[str, object] = {"dora": files.uses_dora, "scales": scales}
-    if files.gguf_architecture:  # it decides the order of rows and columns
+    if files.gguf_architecture:  # decides the order of rows and columns
         settings["gguf"] = files.gguf_architecture
     digest = hashlib.sha256(_VERSION + _framed(settings))
     try:

@@ -97,7 +97,7 @@ class PromptTooLongError(InvalidRequestError):
 
 
 def _shortened(text: str) -> str:
-    """Shorten the middle of a message, which may quote megabytes of a client's text."""
+    """Leave out the middle of a long message, which may quote megabytes of a client's text."""
     if len(text) <= MAX_QUOTED_CHARS:
         return text
     return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"

@@ -65,7 +65,7 @@ class PrefillReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReceipt:
-    """The cost of sending a request's KV blocks; the prefill node sends it in the commit record.
+    """The cost of sending a request's KV blocks; a part of the commit record.
 
     Attributes:
         num_descriptors: memory ranges that were written, after merging adjacent ones.
@@ -121,7 +121,7 @@ class RequestError:
 
 
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one step added to a request's output; the scheduler makes it, and it goes to the router.
+    """What one step added to a request's output; sent from the scheduler to the router.
 
     Almost every output token makes a delta, so deltas are msgspec structs: making a frozen
     dataclass takes ten times as long.
@@ -254,7 +254,7 @@ class Receipt:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens in the prefix cache of the node that computed the others."""
+        """Number of prompt tokens that the node which computed the prompt had in its cache."""
         computed_by = self.prefill or self.decode
         if computed_by is None:
             return 0

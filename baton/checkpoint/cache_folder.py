@@ -34,9 +34,11 @@ def own_cache_folder(name: str) -> Path:
 
 
 def open_own_folder(folder: Path) -> int:
-    """Open a folder and return its descriptor; create it if missing, and let only this user write.
+    """Return the descriptor of a folder that only this user can write to; create it if missing.
 
-    Raises CacheFolderError, or OSError if it cannot be created.
+    Raises:
+        CacheFolderError: the folder belongs to another user.
+        OSError: the folder cannot be created or opened.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -54,5 +56,5 @@ def open_own_folder(folder: Path) -> int:
 
 
 def is_own(found: os.stat_result) -> bool:
-    """Return whether a file or folder belongs to this user or root, and others cannot write it."""
+    """Return whether a file or folder is this user's or root's, and not writable for others."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & _OTHERS_WRITE

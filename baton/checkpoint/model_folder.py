@@ -39,7 +39,7 @@ _TOKENIZER_FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     *PROCESSOR_FILES,
-    # Files of sentence-transformers: modules, and folders such as 1_Pooling.
+    # Files of sentence-transformers: the list of modules, and folders of modules such as 1_Pooling.
     "modules.json",
     "config_sentence_transformers.json",
     "[0-9]_*/config.json",

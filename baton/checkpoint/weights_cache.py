@@ -44,7 +44,7 @@ LEAST_BYTES = 16 * 2**20  # smaller checkpoints are packed anew, which is fast
 ALIGNMENT = 64  # each tensor begins at a multiple of 64 bytes
 _SPARE_DISK_BYTES = 2**30  # bytes of the disk that stay free for other programs
 _MAX_AGE_S = 30 * 24 * 3600.0
-_MAX_NEW_AGE_S = 3600.0  # the writer of an older unfinished file must have ended
+_MAX_NEW_AGE_S = 3600.0  # seconds after which an unfinished file is removed
 _LOCK_TIMEOUT_S = 100.0  # longer than packing takes; then a node packs the weights itself
 _LOCK_POLL_S = 0.02
 # A younger file is not cached: changes within one tick of the kernel's clock keep a file's times.
@@ -136,7 +136,7 @@ class CacheEntry:
     identity: str  # digest of the sources' state before they are read
 
     def open(self) -> PackedFile | None:
-        """Map the entry's file; return None if the file is missing, or damaged (then remove it)."""
+        """Map the entry's file; remove a damaged file; return None if no usable file is left."""
         boot = _boot()
         own = self._name(boot)
         for name in sorted(self._names(), key=lambda one: one != own):

@@ -103,7 +103,7 @@ def is_several(option: Option) -> bool:
 
 
 def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a function that completes values in a shell."""
+    """Return the function by which a shell completes an option's values, which are ``choices``."""
 
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]

@@ -2,7 +2,7 @@
 
 A machine with such a library needs no compiler. Libraries built ahead are in one of two folders:
 
-* Baton's wheels for Linux contain one (`tools/build_wheels.py`).
+* Baton's wheels for Linux contain such a folder (`tools/build_wheels.py`).
 * ``BATON_NATIVE_LIBRARIES`` names a folder that ``python -m baton_kernels.native.build_ahead
   FOLDER`` filled. This folder has precedence over the wheel's. Whoever can write to the folder
   could run code in Baton's processes, so folder and files must belong to this user or root, and

@@ -227,7 +227,7 @@ def _check_writable(folder_fd: int) -> None:
 
 
 def _open_own(name: str, folder_fd: int) -> int | None:
-    """Open a file and return its descriptor; None if others than user and root can write it."""
+    """Open a file; return its descriptor, or None if other users than root can write to it."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, dir_fd=folder_fd)

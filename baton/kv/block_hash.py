@@ -34,7 +34,7 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
 }
 DEFAULT_HASH_ALGORITHM = "blake2b"
 _ROOT = b"baton/2"
-_OFFSET = struct.Struct("<i")  # image's offset in a block; negative: it began in an earlier block
+_OFFSET = struct.Struct("<i")  # image's offset in a block; negative if it began in an earlier block
 
 
 def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:

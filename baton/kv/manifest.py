@@ -28,7 +28,7 @@ MAX_GROUPS = 64
 MAX_AXES = 8
 MAX_ARRAYS = 8
 MAX_RANKS = 1024
-MAX_STAGE_SIZE = 64  # limit of --tensor-parallel-size: its square bounds the copies
+MAX_STAGE_SIZE = 64  # limit of --tensor-parallel-size: copies grow with its square
 _MAX_UNIT_BYTES = 2**31
 _ALIGNMENT = 16  # bytes
 

@@ -169,7 +169,7 @@ class RouterLink:
         self.problem = ""
 
     async def _connect(self) -> None:
-        """Open a link with the current certificates, and hold it until it breaks."""
+        """Open a link with the current certificates, and keep the link up until it breaks."""
         try:
             tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
         except ConfigError:  # logged by `_tell_why`; the next try may find valid certificates

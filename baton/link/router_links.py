@@ -205,13 +205,13 @@ class RouterLinks:
             )
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Raise a router's refusal; if this node drains, log it and drop the link instead."""
+        """Raise the error that ended a link; if this node drains, log it and drop the link."""
         try:
             task.result()  # always raises, because a link does not end by itself
         except ConfigError as error:
             if self._drain.state is ServingState.SERVING:
                 raise
-            logger.warning("%s", error)  # other routers may wait for results of this node
+            logger.warning("%s", error)  # not raised: other routers may wait for results
             (address,) = (name for name, one in self._tasks.items() if one is task)
             del self._tasks[address], self._links[address]
 

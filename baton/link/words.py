@@ -177,7 +177,7 @@ class NodeBeat:
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
         longest_round_s: duration of the longest completed round.
         stalled_thread: name of the stalled thread.
-        adapters: digests of the adapters in memory that accept requests.
+        adapters: digests of the loaded adapters that accept requests.
         num_waiting_for_adapters: commands that wait until their adapters are loaded;
             ``num_waiting`` includes them.
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
@@ -217,7 +217,7 @@ class PeerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
-    """An open request as operators see it."""
+    """An open request of a node, with what operators are shown."""
 
     request_id: str
     status: str

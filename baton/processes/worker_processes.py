@@ -328,7 +328,7 @@ class WorkerProcesses:
         self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
 
     def _fork(self) -> _Worker:
-        """Ask the template for a new worker; it is ready once the template is loaded."""
+        """Ask the template for a new worker, which is ready once the template is loaded."""
         assert self._control is not None
         assert self._template is not None
         ours, theirs = socket.socketpair()

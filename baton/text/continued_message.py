@@ -49,7 +49,7 @@ def _with_mark(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
 
 
 def up_to_mark(text: str) -> str | None:
-    """Return the rendered text up to the mark, or None if the template dropped it."""
+    """Return the rendered text up to the mark, or None if the template dropped the mark."""
     end = text.rfind(_MARK)
     if end < 0:
         return None

@@ -185,7 +185,7 @@ def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]
 
 
 def complete_node(context: typer.Context, incomplete: str) -> list[str]:
-    """Ask the router for names of nodes with this prefix; empty if it does not answer."""
+    """Ask the router for names of nodes with this prefix; empty if the router does not answer."""
     from baton.access.tls import read_tls
     from baton.serving.rpc import open_sync_channel
 

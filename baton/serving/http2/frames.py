@@ -142,7 +142,7 @@ class FrameGuard:
         return len(self._held)
 
     def note_sent(self, num_bytes: int) -> None:
-        """Allow the client more small frames, because the server has sent it bytes."""
+        """Allow the client more small frames, because the server has sent bytes to the client."""
         limits = self._limits
         allowed = self._budget + num_bytes / limits.sent_bytes_per_small
         self._budget = min(allowed, limits.small_burst)

@@ -110,5 +110,5 @@ def _string(block: bytes, at: int) -> tuple[int, int]:
     end = at + num_bytes
     if end > len(block):
         raise IndexError
-    # The shortest Huffman code has five bits.
+    # The shortest Huffman code has five bits, so a byte holds at most 1.6 characters.
     return (num_bytes * 8 // 5 if is_huffman else num_bytes), end

@@ -115,7 +115,7 @@ class RpcFront:
         self._is_empty.clear()
 
     def remove(self, side: _ClientSide) -> None:
-        """Forget a connection whose both sides are closed."""
+        """Forget a client's connection once it and its connection to gRPC are closed."""
         self._sides.discard(side)
         if not self._sides:
             self._is_empty.set()
@@ -161,7 +161,7 @@ class _ClientSide(asyncio.Protocol):
         self._has_turn = self._waits_turn = self._is_refused = False
         self._at_work = contextlib.ExitStack()
 
-    # ------------------------------------------------------------------ said by the client's side
+    # ------------------------------------------------------------------ called by the client's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._client = cast(asyncio.Transport, transport)
@@ -191,7 +191,7 @@ class _ClientSide(asyncio.Protocol):
         elif self._connecting is None:
             self._front.remove(self)
 
-    # ------------------------------------------------------------------ said by gRPC's side
+    # ------------------------------------------------------------------ called by gRPC's side
 
     def connected_to_server(self, transport: asyncio.Transport) -> None:
         """Send the bytes that waited for the connection to gRPC."""
@@ -219,11 +219,11 @@ class _ClientSide(asyncio.Protocol):
         self._server = None
         if self._client is not None:
             self._client.close()
-            self._at_work.close()  # idle, so it is closed if the client does not read
+            self._at_work.close()  # counts as idle now: closed if the client does not read
         self._front.remove(self)
 
     def abort(self) -> None:
-        """Close both sides at once."""
+        """Close the connections to the client and to gRPC at once."""
         for transport in (self._client, self._server):
             if transport is not None:
                 transport.abort()
