@@ -149,7 +149,8 @@ class EngineConfig:
     )
     native_kernels: bool = option(
         True,
-        has_own_variable=False,  # BATON_NATIVE_KERNELS has other values, too
+        # The variable BATON_NATIVE_KERNELS also accepts names of instruction sets.
+        has_own_variable=False,
         help="On a CPU, use kernels in C (built at first use) if they can be built. The variable "
         "BATON_NATIVE_KERNELS chooses which.",
     )
@@ -428,7 +429,8 @@ class EngineConfig:
     def executor_name(self) -> str:
         """Name of the executor in the registry of executors."""
         if self.executor == "ray" and self.num_ranks == 1:
-            return "uniproc"  # one rank needs no other process, even with Ray
+            # One rank needs no further process, even if Ray places the node.
+            return "uniproc"
         if self.executor != "auto":
             return self.executor
         return "uniproc" if self.num_ranks == 1 else "multiproc"

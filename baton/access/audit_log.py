@@ -180,7 +180,8 @@ class AuditLog:
 
     def _lose(self, why: str) -> None:
         self.num_lost += 1
-        if self.num_lost & (self.num_lost - 1) == 0:  # log the 1st, 2nd, 4th, 8th ... loss
+        # Log a line for the 1st, 2nd, 4th, 8th ... lost event, so that the lines stay few.
+        if self.num_lost & (self.num_lost - 1) == 0:
             logger.error("audit_log: %d events are lost: %s", self.num_lost, why)
 
 
@@ -196,5 +197,6 @@ def _open(path: str) -> int:
     # With O_NONBLOCK, opening a pipe without a reader raises an error instead of waiting.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
-    os.set_blocking(descriptor, True)  # only opening must not block
+    # O_NONBLOCK was only needed for opening the file; writing may block.
+    os.set_blocking(descriptor, True)
     return descriptor

@@ -15,7 +15,8 @@ OPEN = None
 """Callers need neither a role nor credentials."""
 
 INFER: Roles = frozenset({Role.INFER})
-LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # who may operate may also read
+# Operators who may change things may also read everything.
+LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})
 OPERATE: Roles = frozenset({Role.OPERATE})
 JOIN: Roles = frozenset({Role.JOIN})
 # Clients may see or abort their own tenant's requests, operators all requests.

@@ -51,7 +51,8 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
         return shown
     try:
         _, _, key = base64.b64decode(given, validate=True).decode().partition(":")
-    except ValueError:  # passed on, and then refused as a wrong key
+    # An invalid header is passed on as it is, and is then refused as a wrong key.
+    except ValueError:
         return shown
     return dataclasses.replace(shown, authorization=f"Bearer {key}")
 

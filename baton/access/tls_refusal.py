@@ -69,7 +69,8 @@ def _why_tls_fails(
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
     except (ssl.SSLEOFError, ConnectionError):
-        return _of_hanging_up(options) if talk.heard else ""  # unless the server stops or is gone
+        # If the server sent nothing, it is stopping or gone, and TLS is not the reason.
+        return _of_hanging_up(options) if talk.heard else ""
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         texts = (text for alert, text in _ALERTS.items() if alert in reason)
@@ -124,7 +125,8 @@ def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: Tl
             return "its certificate is not valid yet"
         case 10:
             return "its certificate has expired"
-        case 62 | 64:  # host name, IP address
+        # OpenSSL's codes for another host name and for another IP address in the certificate.
+        case 62 | 64:
             return f"its certificate is not for {name}"
     where = "this machine's CAs" if options.ca in ("", SYSTEM_CAS) else options.ca
     return f"its certificate is of no CA in {where} ({error.verify_message})"

@@ -56,7 +56,8 @@ _MAX_COMPARISONS = 4 * 10**6  # limit of comparisons between patterns and layer 
 _MAX_HEADER_BYTES = 32 * 2**20
 _PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _VERSION = b"baton adapter 1\n"
-CheckNumbers = Callable[[memoryview, str], bool]  # (bytes, dtype) -> are all finite?
+# Function that returns whether all numbers of a tensor are finite, given their bytes and dtype.
+CheckNumbers = Callable[[memoryview, str], bool]
 
 
 def read_adapter(
@@ -282,7 +283,9 @@ def _read_numbers(
     """
     scales = {name: module.scale for name, module in files.modules.items()}
     settings: dict[str, object] = {"dora": files.uses_dora, "scales": scales}
-    if files.gguf_architecture:  # decides the order of rows and columns
+    # The architecture of a GGUF file decides the order of rows and columns in A and B, so it is a
+    # part of the digest.
+    if files.gguf_architecture:
         settings["gguf"] = files.gguf_architecture
     digest = hashlib.sha256(_VERSION + _framed(settings))
     try:

@@ -37,7 +37,8 @@ def locate_adapter(source: str | Path) -> Path:
     try:
         path = Path(source).expanduser()
         is_here = path.exists()
-    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, links in a circle, ...
+    # For example, the path has an unknown ~user, or links form a circle.
+    except (RuntimeError, OSError, ValueError) as error:
         raise AdapterError(f"{str(source)!r:.200}: is no usable path: {error}") from error
     if is_here or isinstance(source, Path):
         return path

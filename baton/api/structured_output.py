@@ -78,7 +78,8 @@ def _invalid(kind: str, problem: str) -> InvalidRequestError:
 def _schema_text(value: object) -> str:
     """Return a schema as compact JSON. The keys keep their order, which outputs will have, too."""
     if isinstance(value, str):
-        _check_text("json_schema", value)  # limit the size before parsing
+        # Check the size of the text before parsing it.
+        _check_text("json_schema", value)
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping):

@@ -46,7 +46,8 @@ def open_own_folder(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE:
-        os.fchmod(descriptor, 0o700)  # readers check owners, because others' files may remain
+        # Files of other users may remain in the folder, so readers check each file's owner, too.
+        os.fchmod(descriptor, 0o700)
         found = os.fstat(descriptor)
     if not is_own(found):
         os.close(descriptor)

@@ -90,7 +90,8 @@ def find_local_folder(model: str) -> Path | None:
     try:
         folder = Path(model).expanduser()
         is_folder = folder.is_dir()
-    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, no permission, ...
+    # For example, the path has an unknown ~user, or this user may not read it.
+    except (RuntimeError, OSError, ValueError) as error:
         raise ModelLoadError(f"model: {model!r} is not a usable path: {error}") from error
     if is_folder:
         return _in_folder(folder)

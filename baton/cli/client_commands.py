@@ -168,7 +168,8 @@ def chat(
                         model=served_name,
                     )
                     num_failed += not _answer(ask, messages, text)
-    if num_failed and not sys.stdin.isatty():  # exit code for scripts
+    # Scripts need an exit code; at a terminal the user has seen the errors.
+    if num_failed and not sys.stdin.isatty():
         raise typer.Exit(1)
 
 

@@ -35,7 +35,8 @@ class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # type: ignore[m
 def _show(context: Any) -> None:
     """Print a line per option: name, value, and where the value comes from."""
     kind, values = PROGRAMS.load(context.info_name), context.params
-    make_or_refuse(kind, values)  # reports invalid options instead of showing them
+    # Ends the command with an error if an option is invalid, instead of showing the options.
+    make_or_refuse(kind, values)
     rows = [
         (one.name, _value(one, values[one.name]), _place(context, one)) for one in options_of(kind)
     ]

@@ -391,7 +391,8 @@ class LocalDeployment:
         """Build native kernels if a node on this machine needs them; a failure is not fatal."""
         has_nodes = self.config.num_prefill + self.config.num_decode > 0
         if not has_nodes or self.config.ray_address is not None or has_nvidia_gpu():
-            return  # Ray's machines build kernels themselves
+            # There is nothing to build here: a node builds kernels where it runs, if it needs any.
+            return
         self.kernels = find_kernels()
         if self.kernels.can_be_built:
             self.kernels = build_kernels(self._on_build)
@@ -436,7 +437,8 @@ class LocalDeployment:
             self._template = self._make_template(len(cores[0]))
         for (command, name, model), share in zip(nodes, cores, strict=True):
             lent = ["--core-locks", locks, "--cpu-list", ",".join(map(str, share))] if locks else []
-            if command == "encode":  # has one rank, and lends no cores
+            # An encode node has only one rank, and lends no cores.
+            if command == "encode":
                 lent, where_this = [], []
             else:
                 where_this = where
@@ -489,7 +491,9 @@ class LocalDeployment:
         lends = "--core-locks" in arguments
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        if not _chooses_audit_log(arguments):  # else its lines would be in the log
+        # Unless the user chose an audit log, each program gets a file for it, because the log file
+        # should not contain its JSON lines.
+        if not _chooses_audit_log(arguments):
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         with log.open("ab") as output:  # a restart appends to the log
             words = [*arguments, *more_arguments]
@@ -516,7 +520,8 @@ class LocalDeployment:
         return {
             **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            **self._tokens,  # not arguments, which `ps` shows
+            # Tokens are passed in environment variables, because `ps` shows arguments.
+            **self._tokens,
         }
 
     def _make_template(self, num_threads: int) -> ProgramTemplate:

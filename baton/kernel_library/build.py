@@ -336,7 +336,8 @@ def compile_library(
     with (
         held,
         ThreadPoolExecutor(len(usable_cores())) as at_once,
-        Compilers(deadline) as compilers,  # ended first, because threads wait for its processes
+        # The compilers are ended before the threads, which wait for the compilers' processes.
+        Compilers(deadline) as compilers,
     ):
         largest_first = sorted(sources, key=lambda one: -one.stat().st_size)
         objects = {f"{held.path}/{one.stem}.o": one for one in largest_first if one.suffix == ".c"}

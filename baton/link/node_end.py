@@ -111,9 +111,12 @@ class NodeEnd:
         self._num_missed_beats = 0
         try:
             command = wire.command_from_proto(message)
-        except InvalidRequestError as error:  # invalid data from the network; not a bug
+        # The router sent invalid data, which is no error of this program.
+        except InvalidRequestError as error:
             logger.warning("refused a command: %s", error)
-            if message.HasField("encode"):  # the prefill node encodes missing images itself
+            # No answer is needed, because the prefill node encodes an image itself if its encoding
+            # does not come.
+            if message.HasField("encode"):
                 return None
             return self._refuse(message, str(error))
         if isinstance(command, PrefillCommand | DecodeCommand | EncodeCommand | CancelCommand):

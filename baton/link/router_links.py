@@ -90,7 +90,7 @@ class RouterLinks:
         self._seers: set[str] = set()  # addresses of routers that know that this node drains
         # Engine id -> addresses of the routers that list the peer.
         self._peers: dict[str, set[str]] = {}
-        self._is_away = False  # True between `leave` and `join`
+        self._is_away = False  # True from `leave` until `join`
         self._resolve_at = 0.0
 
     @property
@@ -211,7 +211,9 @@ class RouterLinks:
         except ConfigError as error:
             if self._drain.state is ServingState.SERVING:
                 raise
-            logger.warning("%s", error)  # not raised: other routers may wait for results
+            # The error is not raised, because other routers may still wait for results of this
+            # node.
+            logger.warning("%s", error)
             (address,) = (name for name, one in self._tasks.items() if one is task)
             del self._tasks[address], self._links[address]
 

@@ -203,7 +203,8 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
-    newer = link.ServingState.DRAINING  # used for states that this version does not know
+    # A state that this version does not know counts as DRAINING.
+    newer = link.ServingState.DRAINING
     state = _SERVING_FROM_PROTO.get(message.serving_state, newer)
     return from_message(link.NodeBeat, message, serving_state=state)
 

@@ -53,7 +53,8 @@ def read_header(data: bytes) -> ImageHeader:
     """
     from PIL import Image  # imported here, because importing Pillow takes long
 
-    Image.MAX_IMAGE_PIXELS = None  # off, because this module has its own limits
+    # Pillow's limit of an image's size is turned off, because this module has its own limits.
+    Image.MAX_IMAGE_PIXELS = None
     try:
         with (
             warnings.catch_warnings(action="ignore"),
@@ -118,7 +119,8 @@ def make_work(options: Mapping[str, str]) -> Work:
     from PIL import Image
 
     Image.preinit()
-    Image.init()  # load the parsers once, in the template
+    # Load Pillow's parsers in the template, so that all workers share them.
+    Image.init()
     return _work
 
 

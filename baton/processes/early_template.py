@@ -26,7 +26,8 @@ ENVIRONMENT = {
     # All threads share one heap, because the address space of workers is limited.
     "MALLOC_ARENA_MAX": "1",
 }
-_MAX_DESCRIPTORS = 2**16  # more than a program has open when it forks
+# Descriptors up to this number are closed: more than a program has open when it forks.
+_MAX_DESCRIPTORS = 2**16
 
 
 class ForkedProcess:
@@ -115,7 +116,8 @@ def _be_template(control: socket.socket, make_work: Callable[[], Work]) -> None:
         use_one_heap()
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        kept = control.fileno()  # all other descriptors are closed
+        # The template keeps only this descriptor, because the others belong to the program.
+        kept = control.fileno()
         os.closerange(3, kept)
         os.closerange(kept + 1, _MAX_DESCRIPTORS)
         work = make_work()

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 # Time that a process gets, after its engine died, to log the reason, write a dump and close files.
 END_AFTER_DEATH_S = 3.0
 _PARENT_GRACE_S = 5.0
-_MAX_DESCRIPTORS = 2**20  # some containers have absurdly high limits
+# Highest limit of descriptors to set, because some containers allow absurdly high limits.
+_MAX_DESCRIPTORS = 2**20
 
 
 def run_program(
@@ -184,6 +185,7 @@ def watch_parent() -> None:
                 break
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_PARENT_GRACE_S)
-        os._exit(1)  # if the signal did not end the process
+        # This is reached only if the signal did not end the process.
+        os._exit(1)
 
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()

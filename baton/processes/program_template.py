@@ -241,9 +241,11 @@ def main() -> None:
     if words := msgspec.json.decode(load, type=list[str]):
         _find(words[0])(*words[1:])
     if len(list(Path("/proc/self/task").iterdir())) > 1:
-        return  # a library has started a thread: forking is unsafe
+        # A library has started a thread, so this process must not be forked.
+        return
     gc.collect()
-    gc.freeze()  # collections would write to, and so copy, shared pages
+    # Garbage collections would write to the objects, and so copy memory that programs share.
+    gc.freeze()
     if _serve(control):
         _find(function)()
 
@@ -275,7 +277,9 @@ def _serve(control: socket.socket) -> bool:
             command = msgspec.json.decode(message, type=_Start | _Release)
             if isinstance(command, _Release):
                 _become_reaper(control, programs)
-                continue  # only if exec failed
+                # The template could not replace itself by the reaper, so it continues as the
+                # template.
+                continue
             pid = os.fork()
             if pid == 0:
                 for process in programs:

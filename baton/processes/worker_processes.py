@@ -87,7 +87,8 @@ class _Worker:
             async with asyncio.timeout(_START_S):
                 self.is_ready = await self._receive(len(READY)) == READY
         except TimeoutError:
-            self.template.kill()  # the next piece of work starts a new template
+            # The template hangs; the next piece of work will start a new template.
+            self.template.kill()
             problem = f"a process that reads requests has not started in {_START_S:g} s; try again"
             raise NodeUnavailableError(problem) from None
         if not self.is_ready:
@@ -253,7 +254,8 @@ class WorkerProcesses:
         except ConnectionError:
             return b"", True, False
         except TimeoutError:
-            pass  # the worker hangs and did not end itself
+            # The worker hangs and has not ended itself within its time limit.
+            pass
         if not answer and time.monotonic() - began_at >= self.limits.wall_s:
             # Work that gets CPU time reaches its CPU limit before, so this work got no CPU time.
             raise NodeUnavailableError(
@@ -309,7 +311,8 @@ class WorkerProcesses:
             self._waiting.move_to_end(waiting)
             if not queue:
                 del self._waiting[waiting]
-            if not future.done():  # the caller still waits
+            # A caller that has given up has cancelled its future.
+            if not future.done():
                 self._active[waiting] += 1
                 future.set_result(self._idle.pop())
 

@@ -201,7 +201,8 @@ def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> 
     setup = msgspec.json.decode(message, type=Setup)
     work = make_work(setup)
     gc.collect()
-    gc.freeze()  # collections would write to, and so copy, shared pages
+    # Garbage collections would write to these objects, and so copy memory that all workers share.
+    gc.freeze()
     serve(control, work, setup.limits)
 
 

@@ -167,7 +167,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             raise AssertionError("a refused call has no responses")
 
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
-        # imported here: clients do not need it
+        # Imported here, because clients import this module but do not need structlog.
         from structlog.contextvars import bind_contextvars
 
         tracing = self._tracing if Role.INFER in roles else NO_TRACING
@@ -212,12 +212,15 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                                 # message.
                                 await raw.send_initial_metadata(())
                             watch.is_sending = True
-                            yield response  # resumes once the message was passed to the client
+                            # The generator resumes here once gRPC has accepted the message for the
+                            # client.
+                            yield response
                             watch.is_sending = False
                             watch.num_sent += 1
                     status = "OK"
                     return
-                if handler.response_streaming:  # a method of a library, which sends answers itself
+                # The method is implemented by a library, which sends its answers itself.
+                if handler.response_streaming:
                     await behavior(request, raw)
                     return
                 try:

@@ -94,7 +94,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
             self.end()
-            self.inner = asyncio.Protocol()  # does nothing: the connection is aborted
+            # This protocol does nothing, because the connection is aborted.
+            self.inner = asyncio.Protocol()
             self._transport.abort()
         self.inner.connection_made(transport)
 
@@ -178,7 +179,8 @@ class Listener:
         try:
             self._sockets = await _listen(host.strip("[]"), port, reuse_port=reuse_port)
         except OSError as error:
-            number = error.errno or 0  # negative: name resolution failed
+            # The number of an error is negative if name resolution failed.
+            number = error.errno or 0
             why = os.strerror(number).lower() if number > 0 else str(error)
             raise ConfigError(f"{option}: cannot listen on {listen} ({why})") from error
         for sock in self._sockets:
@@ -325,7 +327,8 @@ class Listener:
             await loop.connect_accepted_socket(
                 lambda: connection, sock, ssl=self._ssl, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError) as error:  # peer gone, or no TLS
+        # The peer is gone, or it does not speak TLS.
+        except (OSError, asyncio.CancelledError) as error:
             if isinstance(error, ssl.SSLError):
                 # The problem of a certificate, or a code of OpenSSL such as WRONG_VERSION_NUMBER.
                 why = getattr(error, "verify_message", "") or error.reason or "it ended"

@@ -107,7 +107,8 @@ class _LineWriter(logging.Handler):
             self._waiting.put_nowait(self.format(record))
         except queue.Full:
             self.num_lost += 1
-        except Exception:  # wrong arguments for the message, or no memory
+        # The arguments do not fit the message, or memory is exhausted.
+        except Exception:
             self.handleError(record)
 
     # This method is not named `close`, because libraries that set up logging close all handlers.

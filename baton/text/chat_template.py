@@ -257,7 +257,8 @@ def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
     return frozenset(finder.undeclared_identifiers)
 
 
-@jinja2.pass_context  # jinja2 then calls the function only when rendering
+# With this decorator, jinja2 calls the function only when rendering, not when compiling.
+@jinja2.pass_context
 def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
     return value
 

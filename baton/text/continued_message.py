@@ -36,7 +36,8 @@ def with_last_marked(
         return
     marked = f"{thought}{_MARK}{_BLANK}"
     yield [*before, {**last, **{name: marked for name in REASONING_FIELDS if name in last}}]
-    if thought_tag:  # for templates that drop the field of the thought
+    # A second way, for templates that do not render the fields of a thought.
+    if thought_tag:
         kept = {name: value for name, value in last.items() if name not in REASONING_FIELDS}
         yield [*before, {**kept, "content": f"{thought_tag}\n{marked}"}]
 

@@ -88,7 +88,8 @@ class GrammarTrials:
         """
         await self._workers.wait_ready()
         for structured_output in SMALL_GRAMMARS:
-            with contextlib.suppress(InvalidRequestError):  # unknown kind of tokenizer
+            # The grammar library does not know all kinds of tokenizers.
+            with contextlib.suppress(InvalidRequestError):
                 await self.run(structured_output)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:

@@ -111,7 +111,8 @@ def output_pieces(
 
         return look_up
 
-    if description is None:  # then the library puts blanks between tokens
+    # If the tokenizer has no decoder, the library puts blanks between tokens.
+    if description is None:
         return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
     parts, behind = _around_fuse(list(_parts(description)))
     kinds = [str(part.get("type")) for part in parts]

@@ -62,7 +62,8 @@ def with_tools(
     if in_system_message:
         return [{"role": "system", "content": told}, *plain]
     content = first.get("content") or ""
-    if isinstance(content, list):  # the message has images
+    # The content is a list of parts if the message has images.
+    if isinstance(content, list):
         return [
             {**first, "content": [{"type": "text", "text": f"{told}\n\n"}, *content]},
             *plain[1:],

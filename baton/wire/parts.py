@@ -47,7 +47,8 @@ def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
 def _count(data: bytes, fields: _Inside, limit: int) -> int:
     """Count parts in one loop without calls, which is fast for hundreds of thousands of parts."""
     position, end, num_parts = 0, len(data), 0
-    around: list[tuple[int, _Inside]] = []  # ends and fields of the messages around
+    # For each enclosing message: the position of its end, and the table of its fields.
+    around: list[tuple[int, _Inside]] = []
     while num_parts <= limit:
         if position >= end:
             if position > end:
@@ -99,7 +100,8 @@ def _count(data: bytes, fields: _Inside, limit: int) -> int:
             position += 4
         elif kind == 1:
             position += 8
-        else:  # groups, which Baton's messages do not have
+        # The field is a group, which Baton's messages do not use.
+        else:
             raise DecodeError
     return num_parts
 

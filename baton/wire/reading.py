@@ -107,7 +107,8 @@ def _has_many_parts(data: bytes, kind: type[Message]) -> bool:
     try:
         return count_parts(data, kind, _PARTS_AT_ONCE) > _PARTS_AT_ONCE
     except DecodeError:
-        return False  # parsing will report the error
+        # The message is invalid, which parsing will report.
+        return False
 
 
 def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:

@@ -100,7 +100,8 @@ def _structured_output_from_proto(message: types_pb2.StructuredOutput) -> Struct
     """Convert a structured output; raises InvalidRequestError."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        return StructuredOutput()  # raises an error that names all kinds
+        # Without arguments this raises an error that names all kinds of structured outputs.
+        return StructuredOutput()
     if kind == "choice":
         return StructuredOutput(choice=tuple(message.choice.texts))
     return StructuredOutput(**{kind: getattr(message, kind)})

@@ -104,7 +104,8 @@ def _make(folder: Path, file: GgufFile) -> None:
         try:
             new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            # If the folder exists now, another process has made it in the meantime.
+            if not folder.is_dir():
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -162,7 +162,8 @@ def _of_labels(folder: Path, config: Mapping[str, Any]) -> PoolingSetup:
         "single_label_classification": Activation.SOFTMAX,
     }
     found = kinds.get(str(config.get("problem_type")))
-    if found is None:  # then as sentence-transformers: sigmoid for a single label
+    # If config.json names no activation, sentence-transformers uses the sigmoid for a single label.
+    if found is None:
         found = Activation.SIGMOID if len(labels) == 1 else Activation.SOFTMAX
     of_cross_encoder = config.get("sentence_transformers")
     gives_logits = isinstance(of_cross_encoder, dict) and _gives_logits(of_cross_encoder)

@@ -66,7 +66,8 @@ def look_at_kernels(kernels: KernelState) -> Finding:
         advice = f"{SLOWER}: {kernels.advice}"
         return Finding("kernels", f"off ({SWITCH_VARIABLE})", Grade.SLOW, advice)
     if kernels.problem:
-        is_compiler = kernels.advice == ADVICE  # then the compiler's line has the advice
+        # If only the compiler is missing, the report's line about the compiler has the advice.
+        is_compiler = kernels.advice == ADVICE
         advice = f"until then {SLOWER}" if is_compiler else f"{SLOWER}: {kernels.advice}"
         return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, advice)
     if kernels.path is None:

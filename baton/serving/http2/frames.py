@@ -171,7 +171,8 @@ class FrameGuard:
                     self.hold = Hold.CALL
                     break
                 stream = int.from_bytes(data[at + 5 : at + 9], "big")
-                if stream > self._last_stream:  # on older streams, header blocks are trailers
+                # A header block on a stream that is open already has trailers, and opens no call.
+                if stream > self._last_stream:
                     self._last_stream = stream
                     self.streams.append(stream)
                 at, block = found

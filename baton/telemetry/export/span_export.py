@@ -85,7 +85,8 @@ class SpanExporter:
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._waiting.clear()
-        self._sender.shutdown()  # ends retries of the sending thread
+        # Let the sending thread give up its retries.
+        self._sender.shutdown()
         self._thread.join()
 
     def _run(self) -> None:
@@ -112,7 +113,9 @@ class SpanExporter:
         """Send spans; return whether the collector accepted them."""
         try:
             return bool(self._sender.export(batch).value == 0)
-        except Exception:  # whatever happens, the thread must go on
+        # Any exception is caught, because the sending thread must survive whatever a collector
+        # answers.
+        except Exception:
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning("spans could not be sent (logged once)", exc_info=True)
@@ -122,7 +125,8 @@ class SpanExporter:
 def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
     """Make the SDK's exporter, changed to send messages that Baton encoded."""
     for name in [name for name, value in os.environ.items() if name[:5] == "OTEL_" and not value]:
-        del os.environ[name]  # the SDK would use an empty value
+        # An empty variable counts as not set here, but the SDK would use the empty value.
+        del os.environ[name]
     from grpc import Compression
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector
@@ -130,7 +134,8 @@ def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
     from baton.telemetry.export.otlp import make_request
 
     own = {"service.name": service, "service.version": __version__, **resource}
-    found = OTELResourceDetector().detect().attributes  # the user's values override ours
+    # Attributes in OTEL_RESOURCE_ATTRIBUTES override those of Baton.
+    found = OTELResourceDetector().detect().attributes
     attributes = {key: str(value) for key, value in {**own, **found}.items()}
 
     class Sender(OTLPSpanExporter):

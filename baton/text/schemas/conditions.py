@@ -109,7 +109,8 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
     found = dict(schema)
     ways = opposites.of(found.pop("not"), beside)
     if "enum" in found and len(ways) == 1 and ways[0] is not True and set(ways[0]) == {"enum"}:
-        return {**found, **ways[0]}  # the list of allowed values gets shorter
+        # Both schemas list the allowed values, so the shorter list replaces the old list.
+        return {**found, **ways[0]}
     return _and(found, ways)
 
 
@@ -228,7 +229,8 @@ def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
 def _other_types(kind: Any, types: Sequence[str]) -> list[Any]:
     excluded = {kind} if isinstance(kind, str) else set(kind)
     if "integer" in excluded and "number" in types and "number" not in excluded:
-        raise _UnknownOppositeError  # no type means only numbers with a fraction
+        # JSON Schema has no type for numbers that are no integers.
+        raise _UnknownOppositeError
     if "number" in excluded:
         excluded.add("integer")
     left = [one for one in types if one not in excluded]

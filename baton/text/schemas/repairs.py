@@ -62,7 +62,8 @@ def enforceable_schema(text: str) -> str:
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        raise _invalid(f"is not a JSON schema: {error}") from None  # wrong value of a keyword
+        # A keyword of the schema has a value of a wrong type.
+        raise _invalid(f"is not a JSON schema: {error}") from None
     if found is False:
         raise _invalid("no output can match it")
     return json.dumps(found, separators=(",", ":"))
@@ -198,7 +199,8 @@ def end_of_class(pattern: str, start: int) -> int:
             depth += 1
             if pattern[position + 1 : position + 2] == "^":
                 position += 1
-            if pattern[position + 1 : position + 2] == "]":  # the first "]" is a character
+            # A "]" at the beginning of a class is a character of the class.
+            if pattern[position + 1 : position + 2] == "]":
                 position += 1
         elif sign == "]":
             depth -= 1
