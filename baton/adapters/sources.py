@@ -1,7 +1,7 @@
 """Find an adapter by what a user typed: a path, an installed package, or an id of the hub.
 
     LLM                 any path           package    hub id; fetched if needed
-        routers, nodes      path below a root  package    hub id; must be cached on this machine
+    routers, nodes      path below a root  package    hub id; must be cached on this machine
 
 Refuses to know: what is in an adapter's files.
 """

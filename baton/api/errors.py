@@ -4,18 +4,18 @@
     ├── InvalidRequestError     a request's field is outside its limit           INVALID_ARGUMENT
     │   └── PromptTooLongError  a prompt has more tokens than the model accepts  INVALID_ARGUMENT
     ├── PoisonRequestError      nodes died while computing an equal request      FAILED_PRECONDITION
-    ├── UnauthenticatedError    a call has no valid API key                      UNAUTHENTICATED ├──
-    PermissionDeniedError   the caller may not do this                       PERMISSION_DENIED ├──
-    ConfigError             a program's option or file is wrong              (start-up only) │   └──
-    ModelLoadError      a model folder is missing, broken or unsupported ├── NotFoundError
-    no node or request of that name                  NOT_FOUND ├── OverloadedError         no
-    capacity now; try again later                 RESOURCE_EXHAUSTED ├── NodeUnavailableError    a
-    node or the router cannot be reached           UNAVAILABLE ├── DeadlineExceededError   an
-    absolute deadline passed                      DEADLINE_EXCEEDED ├── RequestCancelledError   the
-    client or an operator ended the request      CANCELLED ├── TransferError           KV blocks did
-    not arrive                         UNAVAILABLE ├── DamagedModelError       a model computes NaN
-    or infinite logits          INTERNAL └── EngineDeadError         the engine of a node cannot
-    continue             INTERNAL
+    ├── UnauthenticatedError    a call has no valid API key                      UNAUTHENTICATED
+    ├── PermissionDeniedError   the caller may not do this                       PERMISSION_DENIED
+    ├── ConfigError             a program's option or file is wrong              (start-up only)
+    │   └── ModelLoadError      a model folder is missing, broken or unsupported
+    ├── NotFoundError           no node or request of that name                  NOT_FOUND
+    ├── OverloadedError         no capacity now; try again later                 RESOURCE_EXHAUSTED
+    ├── NodeUnavailableError    a node or the router cannot be reached           UNAVAILABLE
+    ├── DeadlineExceededError   an absolute deadline passed                      DEADLINE_EXCEEDED
+    ├── RequestCancelledError   the client or an operator ended the request      CANCELLED
+    ├── TransferError           KV blocks did not arrive                         UNAVAILABLE
+    ├── DamagedModelError       a model computes NaN or infinite logits          INTERNAL
+    └── EngineDeadError         the engine of a node cannot continue             INTERNAL
 
 Status codes are named by string so that this file needs no gRPC.
 """

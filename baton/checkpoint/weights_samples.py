@@ -1,7 +1,8 @@
 """Weights samples: parts of a weights file that suffice to tell fine-tuned models apart.
 
-a file of at most 64 MiB      the whole file larger, safetensors or GGUF   the header, each small
-tensor, three samples of each large tensor larger, of another format     64 KiB of every 4 MiB
+a file of at most 64 MiB      the whole file
+larger, safetensors or GGUF   the header, each small tensor, three samples of each large tensor
+larger, of another format     64 KiB of every 4 MiB
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """NodeEnd: the decisions of a node's end of a link. Has no stream, task or clock.
 
-register, take_first      join, or learn why the router refuses the node say, take
-convert events to messages, and messages to commands miss_beat                 notice that the
-router sends nothing any more leave                     end the router's requests after the stream
-broke
+register, take_first      join, or learn why the router refuses the node
+say, take                 convert events to messages, and messages to commands
+miss_beat                 notice that the router sends nothing any more
+leave                     end the router's requests after the stream broke
 """
 
 from __future__ import annotations

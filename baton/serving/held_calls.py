@@ -1,7 +1,7 @@
 """HeldCalls: limits the memory and the streams of a server that one caller's calls may hold.
 
-    a call whose message has not come      one place, and up to 8 MiB of its message a health watch,
-    a reflection stream    one place while the stream lives
+    a call whose message has not come      one place, and up to 8 MiB of its message
+    a health watch, a reflection stream    one place while the stream lives
 
 gRPC limits both only per connection, and accepts hundreds of connections.
 """
