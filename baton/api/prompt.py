@@ -23,7 +23,8 @@ def check_prompt(
     Args:
         vocab_size: number of token ids of the model.
         max_model_len: maximum number of tokens of prompt and output together. An output has at
-            least one token. field: name of the prompt's field in errors.
+            least one token.
+        field: name of the prompt's field, for errors.
     """
     if not token_ids:
         raise InvalidRequestError(field, "must have at least 1 token, got 0")

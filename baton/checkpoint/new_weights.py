@@ -61,8 +61,8 @@ def open_weights_of(source: str | Path, served: Path) -> NewWeights:
     """Make a folder with the weights of a source, which is on this machine or on the hub.
 
     Args:
-        source: a model folder, a folder or a file of safetensors, a GGUF file, or a hub id. served:
-            the served model's folder.
+        source: a model folder, a folder or a file of safetensors, a GGUF file, or a hub id.
+        served: the served model's folder.
 
     Raises:
         InvalidRequestError: the source has no weights, or weights of another model.

@@ -156,8 +156,8 @@ class CacheEntry:
         """Write the entry's file; remove the least recently used files if the cache is full.
 
         Args:
-            tensors: position in the file and bytes of each tensor, sorted by position. index: JSON
-                object that describes the tensors.
+            tensors: position in the file and bytes of each tensor, sorted by position.
+            index: JSON object that describes the tensors.
 
         Raises:
             WeightsCacheError: the file has no room or cannot be written, or the checkpoint

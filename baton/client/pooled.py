@@ -35,7 +35,7 @@ def embeddings_from_proto(response: inference_pb2.EmbedResponse) -> list[Embeddi
 def score_request(
     queries: Sequence[str], documents: Sequence[str], instruction: str, options: RequestOptions
 ) -> inference_pb2.ScoreRequest:
-    """Return a request for the scores of documents."""
+    """Return a request for scores that tell how well documents fit queries."""
     return inference_pb2.ScoreRequest(
         queries=queries,
         documents=documents,

@@ -270,8 +270,8 @@ class LocalDeployment:
         """Wait until all nodes have joined and all pairs are connected.
 
         Raises:
-            ConfigError: a process ended; the message has the reason. NodeUnavailableError: the
-                nodes are not ready in time.
+            ConfigError: a process ended; the message has the reason.
+            NodeUnavailableError: the nodes are not ready in time.
         """
         give_up_at = time.monotonic() + timeout_s
         with self._asking() as channel:

@@ -188,7 +188,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leader(self) -> int:
-        """Rank that represents the node: the first one of the last stage."""
+        """Rank that represents the node: the first rank of the last stage."""
         return self.num_ranks - self.stage_size
 
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
@@ -309,7 +309,7 @@ class RankCopy(NamedTuple):
     num_bytes: int
 
     def of_ranks(self, first_writer: int, first_reader: int) -> RankCopy:
-        """Return this copy between ranks of two stages with the ranks' numbers in their nodes.
+        """Return this copy with ranks numbered over whole nodes, instead of within their stages.
 
         Args:
             first_writer: number of the first rank in the writer's stage.

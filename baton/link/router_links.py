@@ -53,8 +53,8 @@ class RouterLinks:
         on_stop: called when a router orders the process to end after draining.
         join_timeout_s: how long to try to reach a first router.
         node_token: authorizes this node to join.
-        answer: answers operators' questions; None: questions are not answered. tls: this node's
-            certificates.
+        answer: answers operators' questions; None: questions are not answered.
+        tls: this node's certificates.
 
     Attributes:
         reached: engine ids of the peers that this node is connected to.

@@ -88,7 +88,7 @@ def _make(prefix: str, parent: str) -> tuple[Path, int]:
 
 
 def _lock(path: str) -> int | None:
-    """Return a descriptor that locks a folder; None if it is locked, gone, or another user's."""
+    """Lock a folder and return the descriptor; None if it is locked, gone or another user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -80,7 +80,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 def serve(control: socket.socket, work: Work, limits: WorkLimits) -> None:
     """Fork and end workers as the parent commands, until the parent is gone."""
-    workers: dict[int, int] = {}  # number -> process id
+    workers: dict[int, int] = {}  # number -> process id; workers are reaped only here
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if not message:

@@ -56,8 +56,8 @@ class ChatTemplate:
         origin: file or option that the templates come from, to name in errors.
 
     Attributes:
-    takes_tools: whether the template uses tools.
-    variables: names of variables that the template uses in a chat with tools.
+        takes_tools: whether the template uses tools.
+        variables: names of variables that the template uses in a chat with tools.
 
     Raises:
         ModelLoadError: a template does not compile.

@@ -34,7 +34,7 @@ class Decodes(Protocol):
     special_token_ids: frozenset[int]
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """Return the tokens' pieces, or None if they depend on neighbouring tokens."""
+        """Return the bytes that each token adds; None if other tokens change these bytes."""
         ...
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:

@@ -50,8 +50,8 @@ class OutputPieces:
         replaced: pairs of an old text and its replacement, to apply in order to the joined text.
         stripped: character to remove afterwards from the text's beginning, at most ``num_stripped``
             times.
-        rewrite: makes the output from the whole joined text, for decoders that need all of it;
-        None: the attributes above are enough.
+        rewrite: makes the output from the whole joined text, if the decoder needs all of it;
+            None: the attributes above are enough.
     """
 
     def __init__(

@@ -109,7 +109,11 @@ class Tokenizer:
         return ids
 
     def answer_ids(self) -> tuple[int, int]:
-        """Return the tokens for ``yes`` and ``no``; raises InvalidRequestError without them."""
+        """Return the ids of the tokens ``yes`` and ``no``.
+
+        Raises:
+            InvalidRequestError: the vocabulary lacks a token.
+        """
         yes, no = map(self._tokenizer.token_to_id, ("yes", "no"))
         if yes is None or no is None:
             raise InvalidRequestError("model", "this checkpoint has no tokens for yes and no")
@@ -227,7 +231,7 @@ class Tokenizer:
         return detokenizer.push(token_ids, last=True)
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """Return the tokens' pieces, or None if they depend on neighbouring tokens.
+        """Return the bytes that each token adds; None if other tokens change these bytes.
 
         Args:
             skipped: ids of tokens without text.

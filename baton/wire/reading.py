@@ -27,7 +27,7 @@ MAX_LINK_PARTS = 2**18 + 2**16
 _SMALL_BYTES = 2**17
 # Messages with fewer parts are parsed and handled at once, within 20 ms.
 _PARTS_AT_ONCE, _BYTES_AT_ONCE = 2**11, 2**12
-# In a message with more fields, the field with invalid text is not searched.
+# If a message has more fields, the error does not name the field with invalid text.
 _MAX_FIELDS_LOOKED_AT = 4_096
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.file import GgufFile
 
-# Placeholders in checkpoint names for a tensor's layer and expert number.
+# Placeholders for the layer number and the expert number in names of tensors.
 LAYER, EXPERT = "{layer}", "{expert}"
 _MAX_LAYERS = 2**14
 # Significant digits to write a 32-bit float: enough for most floats, and enough for all floats.

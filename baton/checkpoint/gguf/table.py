@@ -22,7 +22,7 @@ ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the `Architecture` of a file; raises ModelLoadError if it is not supported."""
+    """Return the `Architecture` of a file; raises ModelLoadError if there is none."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES.names():
         raise ModelLoadError(
