@@ -70,7 +70,7 @@ class SyncChannel:
         return self._stub
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Return the exception for a failed call; if TLS failed, it says why."""
+        """Return the exception for a failed call, with the reason if TLS failed."""
         why = ""
         if is_unreachable(error):
             why = why_refused(self._address, self._certificates.options)
@@ -108,7 +108,7 @@ class AsyncChannel:
         return self._stub
 
     async def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Return the exception for a failed call; if TLS failed, it says why."""
+        """Return the exception for a failed call, with the reason if TLS failed."""
         why = ""
         if is_unreachable(error):
             options = self._certificates.options

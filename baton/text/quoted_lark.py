@@ -75,7 +75,7 @@ _PROPERTY = re.compile(r"\\([pP])(?:\{(\^?)(\w+)\}|(\w))")
 # Unicode categories without characters that JSON escapes.
 _SAFE_CATEGORY = re.compile(r"[LNMSZ][a-z]?|(?:Letter|Number|Mark|Symbol|Separator)")
 _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z]\w*>|(?P<flags>[a-z]*(?:-[a-z]+)?)(?P<end>[:)])))?")
-MAX_CHARS = 16_384  # maximum length; converting takes some hundredths of a second
+MAX_CHARS = 16_384  # maximum length of a grammar; converting it takes hundredths of a second
 _KINDS = ("string", "regex", "range")  # kinds of grammar tokens that match texts
 _SKIP = "quoted-skip"  # rule for the texts that %ignore lets occur between lexemes
 _MAX_HEAD_TOKENS = 64  # maximum number of tokens before the colon of a definition
@@ -310,7 +310,7 @@ class _Flags:
 
 
 class _Regex:
-    """Parser of a regex, which it converts to a part."""
+    """Parser of a regex, which converts the regex to a `_Part`."""
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
@@ -359,7 +359,7 @@ class _Regex:
 
     def _group(self) -> _Part | None:
         found = _GROUP.match(self._pattern, self._position)
-        assert found is not None  # a parenthesis always matches
+        assert found is not None  # the pattern matches at every parenthesis
         if self._pattern[found.end() - 1 : found.end() + 1] == "(?":
             raise _refused(f"/{self._pattern[:80]}/: look-around cannot be enforced")
         self._position = found.end()

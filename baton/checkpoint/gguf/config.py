@@ -34,7 +34,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the content of `config.json`; raises ModelLoadError for unsupported models."""
     row, keys = architecture_of(file), Keys.of(file)
     num_heads = keys.integer("attention.head_count")
-    # used as intermediate size if all layers have experts
+    # Default of the intermediate size, which files lack if all layers have experts.
     no_size = 1 if keys.get("expert_count") else None
     return {
         "architectures": [row.model],

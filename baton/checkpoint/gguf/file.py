@@ -72,7 +72,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is in its file."""
+    """The storage type, shape and position of a tensor in a GGUF file."""
 
     path: Path  # the file that contains the tensor
     type_id: int  # a key of TENSOR_TYPES

@@ -138,7 +138,7 @@ class FrameGuard:
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes that are held back."""
+        """Number of bytes that are held back."""
         return len(self._held)
 
     def note_sent(self, num_bytes: int) -> None:

@@ -60,7 +60,7 @@ def check_environment(environment: Mapping[str, str]) -> list[str]:
 
 
 def chosen(environment: Mapping[str, str], name: str) -> str:
-    """Return a variable's value for traces, or else its value for all signals; empty: not set."""
+    """Return a setting's value for traces, or else its value for all signals; empty: not set."""
     return environment.get(_OF_TRACES + name) or environment.get(_PREFIX + name) or ""
 
 
