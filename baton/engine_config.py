@@ -452,7 +452,7 @@ class EngineConfig:
 
     @property
     def leader(self) -> int:
-        """Rank of the worker in the engine's process: the last stage's first one, which samples."""
+        """Rank of the worker in the engine's process: the first of the last stage; it samples."""
         return self.num_ranks - self.tensor_parallel_size
 
     @property

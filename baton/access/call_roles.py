@@ -12,7 +12,7 @@ from baton.access.identity import Role
 Roles = frozenset[Role]
 
 OPEN = None
-"""Callers need neither a role nor credentials."""
+"""For calls that need neither a role nor credentials."""
 
 INFER: Roles = frozenset({Role.INFER})
 # Operators who may change things may also read everything.

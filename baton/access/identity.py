@@ -101,4 +101,4 @@ ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
 """Caller through an address that other machines can reach, if the program needs no credentials."""
 
 ANYBODY_HERE = Principal(roles=frozenset(Role))
-"""Caller of a program without credentials, through an address that only this machine can reach."""
+"""Caller through a loopback address, if the program needs no credentials."""

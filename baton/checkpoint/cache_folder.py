@@ -27,7 +27,7 @@ def cache_folder(name: str) -> Path:
 
 
 def own_cache_folder(name: str) -> Path:
-    """Return :func:`cache_folder`; create it if missing, and let only this user write."""
+    """Return the folder ``name`` for cached files; create it if missing, for this user only."""
     folder = cache_folder(name)
     os.close(open_own_folder(folder))
     return folder

@@ -270,7 +270,7 @@ def _lock(folder: int, key: str) -> int:
     """Wait for the lock of a key; return the descriptor that holds the lock.
 
     Raises:
-        WeightsCacheError: the wait takes too long.
+        WeightsCacheError: the lock's file cannot be opened, or the wait takes too long.
     """
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     deadline = time.monotonic() + _LOCK_TIMEOUT_S

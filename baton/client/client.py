@@ -201,9 +201,9 @@ class Client:
         """Return the embedding of each text or list of token ids; raises a BatonError.
 
         Args:
-            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
-                one; empty: none.
-            dimensions: numbers to keep of each embedding; None: all.
+            prompt_name: name of the checkpoint's prompt to put before each text; None: the default
+                prompt; empty: no prompt.
+            dimensions: number of first values to keep of each embedding; None: all values.
         """
         request = embed_request(inputs, prompt_name, dimensions, options)
         return embeddings_from_proto(self._call(self._channel.stub().Embed, request))
@@ -428,9 +428,9 @@ class AsyncClient:
         """Return the embedding of each text or list of token ids; raises a BatonError.
 
         Args:
-            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
-                one; empty: none.
-            dimensions: numbers to keep of each embedding; None: all.
+            prompt_name: name of the checkpoint's prompt to put before each text; None: the default
+                prompt; empty: no prompt.
+            dimensions: number of first values to keep of each embedding; None: all values.
         """
         request = embed_request(inputs, prompt_name, dimensions, options)
         return embeddings_from_proto(await self._call(self._channel.stub().Embed, request))

@@ -231,7 +231,7 @@ def _fill_prompt(
 
 
 def _chat_message(message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
-    """Make the message of one message of a chat; raises InvalidRequestError."""
+    """Convert one message of a chat to protobuf; raises InvalidRequestError."""
     if not isinstance(message.get("role"), str):
         raise InvalidRequestError("chat", "each message needs a role and a content")
     made = inference_pb2.ChatMessage(role=_checked_text("chat", message["role"]))

@@ -91,7 +91,7 @@ def _num_parts(delta: node_pb2.RequestDelta) -> int:
 
 
 def _too_long(delta: node_pb2.RequestDelta, num_bytes: int) -> node_pb2.RequestDelta:
-    """Return the delta that ends a request whose step is too long for any message."""
+    """Return the delta that ends a request whose own delta is too long for a message."""
     problem = f"logprobs: one step has {num_bytes} bytes of them, more than a message holds"
     error = node_pb2.RequestError(code="INVALID_ARGUMENT", message=problem)
     return node_pb2.RequestDelta(request_id=delta.request_id, epoch=delta.epoch, error=error)

@@ -43,7 +43,7 @@ def protocol_problem(theirs: int, *, own: int = PROTOCOL) -> str:
 
 
 class NodeRole(Enum):
-    """The roles of a node."""
+    """Roles that a node may have."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -448,7 +448,7 @@ def scoped_id(request_id: str, tenant: str) -> str:
     """Return an id that is unique among tenants, from a request id and its tenant.
 
     Clients choose request ids, and a tenant must not reach another's request by guessing its id.
-    Without tenants, this is the client's id.
+    If there are no tenants, the result is the client's id.
     """
     if not tenant:
         return request_id

@@ -70,8 +70,7 @@ class PreTokenizer:
         composes: whether to normalize the text first (Unicode's NFC).
         takes_whole_words: whether a piece of text that is in the vocabulary becomes one token
             without merges.
-        begins_texts: whether texts begin with a BOS token if the GGUF file does not say so or
-            otherwise.
+        begins_texts: whether texts begin with a BOS token if the GGUF file says nothing about this.
     """
 
     patterns: Sequence[str]

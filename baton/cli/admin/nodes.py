@@ -100,7 +100,7 @@ def num_ranks(found: admin_pb2.NodeDescription) -> int:
 
 
 def ranks_of(found: admin_pb2.NodeDescription) -> str:
-    """Return ``1``, ``TP 2``, ``PP 2`` or ``TP 2 x PP 2``."""
+    """Return how many ranks share a node's model: ``1``, ``TP 2``, ``PP 2`` or ``TP 2 x PP 2``."""
     sizes = {"TP": found.tensor_parallel_size, "PP": found.pipeline_parallel_size}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
 

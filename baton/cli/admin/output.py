@@ -132,7 +132,7 @@ def _value_to_plain(field: Any, value: Any) -> Any:
 
 
 def enum_field(message: Message, name: str) -> str:
-    """Return the word for an enum field's value."""
+    """Return the value of a message's enum field in one word, such as ``prefill``."""
     of_field: Any = message.DESCRIPTOR.fields_by_name[name]
     return enum_word(of_field.enum_type.values_by_number[getattr(message, name)].name)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Grade(enum.Enum):
-    """How well a part of a machine serves Baton."""
+    """Grades of a part of a machine: how well Baton works with it."""
 
     OK = "ok"
     SLOW = "slow"  # works, but slower than possible

@@ -109,7 +109,7 @@ class TilesLayout:
 
 
 def _scaled(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Scale the longer side to ``longest``, and the shorter one to an even number."""
+    """Return the sides with the longer side scaled to ``longest``, and the shorter side even."""
     aspect = width / height
     if width >= height:
         width = longest
