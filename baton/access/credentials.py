@@ -1,4 +1,4 @@
-"""Reads a caller's credentials from gRPC calls and HTTP requests, without checking them."""
+"""Read a caller's credentials from gRPC calls and HTTP requests, without checking them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out why a TLS connection fails.
+"""Find out why a TLS connection to a server fails.
 
 gRPC reports a refused handshake only as a closed socket. So after a failure, the functions of this
 file repeat the handshake with the standard library, which reports the reason.

@@ -1,8 +1,9 @@
 """Ray processes: start Baton's processes on machines of a Ray cluster.
 
-For each process, Ray places an actor on a machine. The actor starts the process and holds its
-parent pipe. So the process ends with the actor, with Ray on this machine, or with the program that
-asked for the process. Does not know what the processes do.
+For each process, Ray places an actor on a machine. The actor starts the process and holds the pipe
+that tells the process whether its parent lives. So the process ends when the actor ends, when Ray
+ends on that machine, or when the program that asked for the process ends. Does not know what the
+processes do.
 """
 
 from __future__ import annotations

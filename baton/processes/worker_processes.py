@@ -364,7 +364,8 @@ class WorkerProcesses:
     async def _has_ended(self, template: Template) -> bool:
         """Return whether this template has ended; if so, replace it."""
         if template.poll() is None:
-            # a process's sockets close shortly before its end is visible
+            # The sockets of a process close shortly before the system shows that the process has
+            # ended.
             await asyncio.sleep(_POLL_S)
         if template.poll() is None:
             return False

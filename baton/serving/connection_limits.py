@@ -39,7 +39,7 @@ class RpcLimits:
     """Limits of the connections to a gRPC server.
 
     Attributes:
-        max_connections: maximum number of open connections; further ones are closed at once.
+        max_connections: maximum number of open connections; further connections are closed at once.
         handshake_timeout_s: time to set up a connection, TLS included.
         idle_timeout_s: a connection without calls is closed after this time; clients reconnect.
         stall_timeout_s: a stream is ended if its client reads nothing for this long.

@@ -113,7 +113,7 @@ class AttentionContract:
         window: int | None,
         num_padding: int = 0,
     ) -> Tensor:
-        """Compare one layer of a drawn step with the reference; return what the backend gave."""
+        """Compare one layer of a random step with the reference; return the backend's result."""
         torch.manual_seed(0)
         (query_lens, seq_lens), (num_kv_heads, ratio, head_dim) = lens, shape
         with torch.device(self.device):

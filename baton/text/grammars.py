@@ -115,7 +115,7 @@ def compile_grammar(
 
 @contextmanager
 def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
-    """Convert all errors of the library to InvalidRequestError."""
+    """Convert all errors that the library raises within the context to InvalidRequestError."""
     try:
         yield
     except InvalidRequestError:

@@ -31,7 +31,7 @@ def from_message(kind: type[_Value], message: Message, **others: Any) -> _Value:
     """Make a value of class ``kind`` from a message; fields that it lacks keep their defaults.
 
     Args:
-        others: fields that are not copied, with their values.
+        others: values of the result's fields that are not copied from fields of ``message``.
     """
     copied: dict[str, Any] = {}
     fields = _common_fields(kind, type(message))  # type: ignore[arg-type]  # classes are hashable
