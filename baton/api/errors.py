@@ -190,7 +190,7 @@ HTTP_STATUS_OF: dict[str, int] = {
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
-    "CANCELLED": 499,  # no standard code; proxies use it when the client disconnects
+    "CANCELLED": 499,  # HTTP has no such code; proxies use 499 for lost clients
     "INTERNAL": 500,
 }
 

@@ -207,14 +207,11 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # headers must precede the first message
-                                # Headers are sent first, in case the client does not read the first
-                                # message.
+                            if not watch.num_sent:
+                                # Send headers now: the client may not read the first message.
                                 await raw.send_initial_metadata(())
                             watch.is_sending = True
-                            # The generator resumes here once gRPC has accepted the message for the
-                            # client.
-                            yield response
+                            yield response  # resumes once gRPC has accepted the message
                             watch.is_sending = False
                             watch.num_sent += 1
                     status = "OK"
