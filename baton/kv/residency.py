@@ -43,8 +43,9 @@ class BlockResidency:
 
     Attributes:
         lifetime: time from a block's entry into the prefix cache to its eviction.
-        idle_before_eviction: time from the release by the last request to the eviction.
-        reuse_gap: time from the release by the last request until another request uses the block.
+        idle_before_eviction: time from the release by the block's last holder to its eviction.
+        reuse_gap: time from the release by the block's last holder until a request uses the block
+            again.
     """
 
     lifetime: SecondsHistogram = field(default_factory=SecondsHistogram)

@@ -72,7 +72,7 @@ class AdminAnswers:
             return RequestError("DEADLINE_EXCEEDED", f"no answer within {call.timeout_s:g} s")
         except BatonError as error:
             return RequestError(status_name(error), str(error))
-        except Exception as error:  # operators get every error as the answer
+        except Exception as error:  # operators are told of unexpected errors, too
             logger.exception("unexpected error in an admin call")
             return RequestError("INTERNAL", f"internal error: {type(error).__name__}")
         num_bytes, largest = sum(map(len, answer)), max(map(len, answer), default=0)

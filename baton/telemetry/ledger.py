@@ -32,7 +32,7 @@ class BlockHolding:
 
     Attributes:
         state: name of the state of the owning request or transfer.
-        peer: engine id of the other node of a transfer; empty: the owner is no transfer.
+        peer: engine id of the node at the other end of a transfer; empty: there is no such node.
         age_s: seconds since the request reached this node.
     """
 

@@ -142,7 +142,7 @@ def _poll(
 
 
 def _has_reached(found: _Node, wanted: str) -> bool:
-    if wanted == "serving":  # any state that is not draining is serving
+    if wanted == "serving":  # states such as warming up count as serving
         return state_of(found) not in ("draining", "drained", "lost")
     return state_of(found) == wanted
 
