@@ -80,7 +80,7 @@ class _Job:
 
 @dataclass(slots=True)
 class EncodeCounts:
-    """What an encode node has done since its start.
+    """Counts of an encode node's work since its start.
 
     Attributes:
         hits: number of images in commands whose encodings were kept already.

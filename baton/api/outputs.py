@@ -121,7 +121,9 @@ class RequestError:
 
 
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one step added to a request's output; sent from the scheduler to the router.
+    """Tokens and facts that one step added to a request's output.
+
+    The scheduler sends deltas to the router.
 
     Almost every output token makes a delta, so deltas are msgspec structs: making a frozen
     dataclass takes ten times as long.
