@@ -195,7 +195,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write the blocks of ``piece`` to the peer's blocks ``remote_block_ids``.
+    """Action: write the blocks of ``piece`` to the peer's blocks ``remote_block_ids``.
 
     Attributes:
         groups: KV group of each block; empty: there is only one group.
@@ -210,12 +210,15 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Carry out all earlier actions, then pass a `PauseEnded` to the state machine."""
+    """Action: pass a `PauseEnded` to the state machine after all earlier actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteProbe:
-    """Write this node's pattern to the peer's slot up to ``max_writes`` times within ``max_s``."""
+    """Action: write this node's pattern to the peer's slot.
+
+    It is written ``max_writes`` times, or less often if ``max_s`` seconds are over.
+    """
 
     engine_id: str
     slot: int
@@ -225,7 +228,7 @@ class WriteProbe:
 
 @dataclass(frozen=True, slots=True)
 class LendSlot:
-    """Clear a slot of this node's scratch memory, so that a peer can write to it."""
+    """Action: clear a slot of this node's scratch memory, to which a peer then writes."""
 
     slot: int
     engine_id: str
@@ -233,7 +236,7 @@ class LendSlot:
 
 @dataclass(frozen=True, slots=True)
 class ReadSlot:
-    """Compute the digest of the bytes in a peer's slot; `SlotRead` follows."""
+    """Action: compute the digest of the bytes in a peer's slot; `SlotRead` follows."""
 
     slot: int
     engine_id: str
@@ -241,7 +244,7 @@ class ReadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """Allow a peer to write these blocks of this node, for one transfer."""
+    """Action: allow a peer to write these blocks of this node, for one transfer."""
 
     engine_id: str
     key: TransferKey
@@ -250,7 +253,10 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Forbid a peer's writes. With ``wants_result``, `Forbidden` follows once none can arrive."""
+    """Action: forbid a transfer's writes.
+
+    With ``wants_result``, `Forbidden` follows if none of these writes can arrive any more.
+    """
 
     engine_id: str
     key: TransferKey
@@ -280,7 +286,7 @@ Action = (
 
 @dataclass(slots=True)
 class Turn:
-    """The current time and the pending actions, shared by all parts of one state machine."""
+    """The current time and the pending actions, which all parts of one state machine share."""
 
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)

@@ -60,7 +60,7 @@ MAX_DIGESTS_PER_MESSAGE = 320
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The identity of written blocks; their digests cover this identity, too.
+    """The identity of the blocks of one write; their digests cover this identity, too.
 
     Attributes:
         places: indexes of the blocks among the request's transferred blocks.
@@ -202,7 +202,7 @@ class DigestTeller:
         self._posted[write.engine_id, write.key].append(digests)
 
     def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Send the digests of a transfer's oldest write, unless this write failed."""
+        """Return messages with the digests of a transfer's oldest write; none if it failed."""
         digests = self._take_off(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
@@ -332,7 +332,10 @@ class DigestVerifier:
         self._said.append(Send(engine_id, message))
 
     def _keep(self, message: Watermark | Commit, now: float) -> None:
-        """Hold a message back until its blocks are verified; the sender may repeat its Commit."""
+        """Hold a message back until its blocks are verified.
+
+        If the sender repeats a held Commit, request the unverified blocks again.
+        """
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         if isinstance(message, Watermark):
             if arrival is not None:
@@ -418,7 +421,7 @@ class DigestVerifier:
             del self._arrivals[key]
 
     def _compare(self, message: Digests, key: BlockKey) -> Resend | None:
-        """Compare digests with this node's memory; return a request for wrong blocks, or None.
+        """Compare digests with this node's memory; return a request to resend blocks, or None.
 
         A late, duplicate or inconsistent message changes nothing.
 
@@ -512,7 +515,7 @@ class DigestVerifier:
                 )
 
     def _is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
-        """Return whether the first ``num_blocks`` blocks are verified, and none is missing."""
+        """Return whether the first ``num_blocks`` blocks are verified, and none must be resent."""
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
