@@ -150,7 +150,7 @@ class Peers:
         self._turn.ask(Connect(info))
 
     def take_connected(self, result: ConnectEnded) -> None:
-        """Greet a connected peer, or send the message that waited; report a failed connection."""
+        """Greet a connected peer, or send the action's message ``then``; report a failure."""
         info, then = result.action.peer, result.action.then
         known = self._peers.get(info.engine_id)
         if then is None and result.problem:

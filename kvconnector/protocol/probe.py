@@ -138,7 +138,7 @@ class Probes:
             self._fail(result.engine_id, probe, f"the self-test's write failed: {result.problem}")
 
     def tick(self) -> None:
-        """Continue all probes."""
+        """Post writes, repeat questions to peers, and abandon probes that take too long."""
         for peer_id, probe in list(self._probes.items()):
             if not probe.is_over:
                 self._go_on(peer_id, probe)
@@ -254,7 +254,7 @@ class ProbeSlots:
         return slot
 
     def look(self, message: SelfTest) -> None:
-        """Read a peer's slot if the slot was offered for this probe."""
+        """Read the peer's slot if it was offered for this probe; repeat a known result."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return
@@ -266,7 +266,7 @@ class ProbeSlots:
             self._answer(offer, message)
 
     def judge(self, result: SlotRead) -> None:
-        """Connect a peer whose bytes are right, and send the result to the peer."""
+        """Set a peer whose bytes are right to CONNECTED, and send the result to the peer."""
         offer = self._offers.get(result.action.engine_id)
         if offer is None or offer.seen is None:
             return
