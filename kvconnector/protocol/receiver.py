@@ -102,7 +102,7 @@ class ReceiveMachine:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether a peer may be writing a probe, whose speed is being measured."""
+        """Return whether a peer may be writing a probe: fast polling makes its speed right."""
         return self._slots.is_lent
 
     # ------------------------------------------------------------------ the node's wishes
@@ -205,7 +205,7 @@ class ReceiveMachine:
         self._turn.ask(Forbid(engine_id, key))
 
     def _answer_beat(self, message: Beat) -> None:
-        """Answer a peer that passed a probe; ignore any other peer, so that it sends Hello."""
+        """Answer a probed peer's Beat; ignore other peers' Beats, so that they send Hello."""
         if self.peers[message.engine_id].is_probed:
             beat = Beat(engine_id=self._own.engine_id, sent_at_s=message.sent_at_s)
             self.peers.send(message.engine_id, beat, wants_result=True)

@@ -94,7 +94,7 @@ class Channel:
         return _tag(self.keys.send, numbered) + numbered
 
     def open(self, payload: bytes) -> bytes:
-        """Open a message; raise RefusedMessageError unless it is new and from the peer."""
+        """Return a message's content; raise RefusedMessageError unless it is new and authentic."""
         numbered = payload[TAG_BYTES:]
         tag = _tag(self.keys.receive, numbered)
         if len(payload) < HEADER_BYTES or not hmac.compare_digest(tag, payload[:TAG_BYTES]):

@@ -96,7 +96,10 @@ class Transfer:
         return is_computed is None or is_computed()
 
     def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
-        """Make the Commit message of node ``engine_id`` once all blocks are written."""
+        """Make the sender's Commit message, after all blocks have been written.
+
+        ``engine_id`` is the sender's.
+        """
         assert self.record is not None
         return Commit(
             engine_id=engine_id,

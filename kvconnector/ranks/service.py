@@ -113,7 +113,7 @@ class RankService:
             self.round(self._pause_s())
 
     def round(self, pause_s: float = 0.0) -> None:
-        """Run pending commands, waiting up to ``pause_s``, then collect finished writes."""
+        """Wait up to ``pause_s`` for a command, run all commands, then report finished writes."""
         while self._has_come(pause_s):
             self._take(TO_RANK.decode(self._connection.recv_bytes()))
             self._warm_until = time.monotonic() + _WARM_S

@@ -195,7 +195,7 @@ class RanksTransport:
         self.scratch = RanksScratch(local.scratch, self.call)
 
     def call(self, make: Callable[[int], Call], own: Callable[[], Any]) -> list[Any]:
-        """Send a call to all ranks; return this rank's answer first, then the others' by rank.
+        """Send a call to the other ranks, and run ``own`` here; return this rank's answer first.
 
         Raises TransferError if a rank does not answer, or answers with a problem.
         """
