@@ -50,7 +50,7 @@ class Schedule:
         ]
 
     def _leaks(self) -> dict[int, int]:
-        """Count blocks that never became free, by index of the fault that made them stale."""
+        """Count blocks that never became free, by index of the fault that they followed."""
         if self.audit is None:
             return {}
         *_, last = (look for _, look in sorted(self._looks.items()))

@@ -194,7 +194,7 @@ def _tell_of_build() -> None:
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
-    """Start the deployment on these cores. Call this on a thread that no other code uses."""
+    """Start the deployment on these cores, to which this thread is bound meanwhile."""
     before = os.sched_getaffinity(0)
     try:
         if cores:
