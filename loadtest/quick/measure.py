@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """This machine, on which the measured system was started.
+    """The machine on which this command has started the measured system.
 
     Attributes:
         instruction_set: CPU instruction set that the native kernels use; empty: there are no native

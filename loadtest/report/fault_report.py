@@ -27,7 +27,7 @@ _STEPS_PER_WINDOW = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultReport:
-    """What one fault cost the clients; the times of its event are seconds since the run began.
+    """The cost of one fault for the clients; times of events are seconds since the run began.
 
     Attributes:
         window_s: length of the sliding windows in seconds.
