@@ -82,7 +82,7 @@ class FakeDriver:
 
     @property
     def last_launch(self) -> tuple[int, list[int], list[int]]:
-        """Return the last launch's function, its grid, and 8 bytes of each watched parameter."""
+        """Return the last launch's function and grid, and 8 bytes of each kept parameter."""
         watched = self._library.fake_last_parameters()
         return (
             int(self._library.fake_last_function()),
