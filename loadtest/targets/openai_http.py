@@ -1,9 +1,9 @@
-"""Target over OpenAI's HTTP API: completions, and chats for prompts of messages, as server-sent
-events.
+"""Target over OpenAI's HTTP API: completions, and chats for prompts of messages.
 
-The protocol does not say how many tokens an event carries. So the event's token ids, logprobs or
-usage are counted; without these, only the length of the frame's text is known. Events that arrive
-in one read are one frame, because no client could have seen the first event earlier.
+Answers arrive as server-sent events. The protocol does not say how many tokens an event carries. So
+the event's token ids, logprobs or usage are counted; without these, only the length of the frame's
+text is known. Events that arrive in one read are one frame, because no client could have seen the
+first event earlier.
 """
 
 from __future__ import annotations
