@@ -167,7 +167,7 @@ class Site:
         ]
 
     def joined(self) -> dict[str, str]:
-        """Return the engine ids, by name, of the nodes that have joined and reach a peer."""
+        """Return, by name, the engine ids of nodes that have joined and reach at least one peer."""
         with contextlib.suppress(BatonError):
             return {
                 node.node_name: node.engine_id

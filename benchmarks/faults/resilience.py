@@ -101,7 +101,7 @@ class Site(SimFleet):
         return stats
 
     def num_open_legs(self) -> int:
-        """Return the router's requests on nodes, counted once per node."""
+        """Return the number of open requests, counted on each of their nodes."""
         return sum(node.num_requests for node in self.nodes())
 
     @property
