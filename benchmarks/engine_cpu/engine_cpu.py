@@ -365,10 +365,13 @@ class Options:
     """Which engines and cases to time, and how often.
 
     Attributes:
-    shape: the checkpoint to use, 125M or 0.6B. peers: other engines to time; all: all of them.
-    rounds: number of rounds; each engine has a new process per round. repetitions: number of
-    repetitions of each case in a process. tokens: number of decode steps per case. cases: names of
-    the cases to time. only: names of the subjects to time; empty: all.
+        shape: the checkpoint to use, 125M or 0.6B.
+        peers: other engines to time; all: all of them.
+        rounds: number of rounds; each engine has a new process per round.
+        repetitions: number of repetitions of each case in a process.
+        tokens: number of decode steps per case.
+        cases: names of the cases to time.
+        only: names of the subjects to time; empty: all.
     """
 
     shape: Literal["125M", "0.6B"] = "125M"

@@ -153,11 +153,11 @@ def run(
     """Measure the chosen parts of the hand-off; each has its own file of results.
 
     Args:
-    parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
-        NIXL compared with TLS sockets.
-    requests: number per prompt length; smaller for long prompts, hybrids and transports.
-    families: model families of the part hybrids.
-    block_sizes: block sizes of the part hybrids.
+        parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
+            NIXL compared with TLS sockets.
+        requests: number per prompt length; smaller for long prompts, hybrids and transports.
+        families: model families of the part hybrids.
+        block_sizes: block sizes of the part hybrids.
     """
     for part in parts:
         if part == "costs":

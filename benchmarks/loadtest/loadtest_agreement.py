@@ -61,9 +61,9 @@ class Job:
     """One run of one generator.
 
     Attributes:
-    url: URL of the HTTP API, without /v1.
-    model: folder with the tokenizer.
-    folder: new folder that contains the file ``prompts``.
+        url: URL of the HTTP API, without /v1.
+        model: folder with the tokenizer.
+        folder: new folder that contains the file ``prompts``.
     """
 
     load: Load

@@ -160,10 +160,10 @@ class Options:
     """Lengths of the attacks.
 
     Attributes:
-    seconds: seconds of each trick.
-    mixed: seconds of all tricks at once; 0: none.
-    only: part of the names of the tricks to send.
-    logs: folder for the programs' logs.
+        seconds: seconds of each trick.
+        mixed: seconds of all tricks at once; 0: none.
+        only: part of the names of the tricks to send.
+        logs: folder for the programs' logs.
     """
 
     seconds: float = 2.0

@@ -424,10 +424,10 @@ def run(
     """Measure fresh systems, with shapes and kinds in turns.
 
     Args:
-    kinds: kinds of requests to measure.
-    starts: number of fresh systems per kind.
-    toy: use the model in examples/demo_model.
-    add: keep the starts in the file of results.
+        kinds: kinds of requests to measure.
+        starts: number of fresh systems per kind.
+        toy: use the model in examples/demo_model.
+        add: keep the starts in the file of results.
     """
     if unknown := set(kinds) - set(KINDS):
         raise SystemExit(f"kinds: must be of {', '.join(KINDS)}, got {', '.join(unknown)}")

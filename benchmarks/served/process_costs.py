@@ -15,9 +15,9 @@ class Cost:
     """Costs of a process and its descendants.
 
     Attributes:
-    cpu_s: CPU seconds since the first process started, including ended descendants.
-    rss_mib: memory in MiB; each process counts all its shared pages.
-    pss_mib: memory in MiB; each process counts its part of shared pages.
+        cpu_s: CPU seconds since the first process started, including ended descendants.
+        rss_mib: memory in MiB; each process counts all its shared pages.
+        pss_mib: memory in MiB; each process counts its part of shared pages.
     """
 
     cpu_s: float

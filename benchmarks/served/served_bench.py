@@ -76,9 +76,9 @@ def find_model(console: Console, word: str) -> Model:
     """Find the model file by its name or path.
 
     Raises:
-    SystemExit: SmolLM2 is not available.
-    ModelLoadError: the file is no model.
-    subprocess.CalledProcessError: converting a checkpoint to GGUF fails.
+        SystemExit: SmolLM2 is not available.
+        ModelLoadError: the file is no model.
+        subprocess.CalledProcessError: converting a checkpoint to GGUF fails.
     """
     dtype = "auto"
     if word in WORKS:

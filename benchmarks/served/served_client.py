@@ -33,16 +33,17 @@ class Load:
     """Arrivals of requests, and their sizes.
 
     Attributes:
-    prompt_tokens: tokens of each prompt, or of each user message of a chat.
-    output_tokens: tokens of each output.
-    num_streams: number of users, each with one open request at a time; 0: requests come at
-        ``rate``.
-    rate: requests per second.
-    turns: number of user messages of a chat, which sends its whole history at each turn; 0:
-        completions.
-    num_requests: number of requests in all; 0: as many as the given seconds allow. even: whether
-    arrivals are evenly spaced; otherwise they are a Poisson process. as_text: whether prompts are
-    text, with slightly varying lengths, rather than token ids.
+        prompt_tokens: tokens of each prompt, or of each user message of a chat.
+        output_tokens: tokens of each output.
+        num_streams: number of users, each with one open request at a time; 0: requests come at
+            ``rate``.
+        rate: requests per second.
+        turns: number of user messages of a chat, which sends its whole history at each turn; 0:
+            completions.
+        num_requests: number of requests; 0: as many as arrive in the given seconds.
+        even: whether arrivals are evenly spaced; false: they are a Poisson process.
+        as_text: whether prompts are sent as text, whose number of tokens varies slightly; false:
+            prompts are token ids.
     """
 
     prompt_tokens: int
@@ -60,10 +61,10 @@ class Answer:
     """One streamed output.
 
     Attributes:
-    turn: turn of the chat, from 1; 0: a completion.
-    times: arrival time of each piece of text, on the clock of ``sent_at``.
-    num_tokens: tokens of the output, by the server's count.
-    error: text of the error; "": no error.
+        turn: turn of the chat, from 1; 0: a completion.
+        times: arrival time of each piece of text, on the clock of ``sent_at``.
+        num_tokens: tokens of the output, by the server's count.
+        error: text of the error; "": no error.
     """
 
     turn: int
@@ -158,9 +159,9 @@ class Player:
     """Plays one load against one server.
 
     Args:
-    url: URL of the server, without a path.
-    model: the server's name of the model.
-    seconds: duration of arrivals, unless the load has a number of requests.
+        url: URL of the server, without a path.
+        model: the server's name of the model.
+        seconds: duration of arrivals, unless the load has a number of requests.
     """
 
     def __init__(self, url: str, model: str, load: Load, prompts: Prompts, seconds: float) -> None:

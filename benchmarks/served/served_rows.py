@@ -80,10 +80,10 @@ class Found:
     """Measurements so far.
 
     Attributes:
-    runs: results of each round, by row, then by server.
-    starts: results of each start, by server.
-    missing: reason why a server was left out, by server.
-    errors: first error, by row and server.
+        runs: results of each round, by row, then by server.
+        starts: results of each start, by server.
+        missing: reason why a server was left out, by server.
+        errors: first error, by row and server.
     """
 
     runs: dict[str, dict[str, list[Numbers]]] = field(default_factory=dict)
@@ -214,12 +214,12 @@ class Options:
     """Files, servers and loads.
 
     Attributes:
-    files: smollm2, 125M, 0.6B, or paths of GGUF files.
-    rows: loads; all: every load.
-    seconds: duration of arrivals.
-    cores: number of cores of a server.
-    quick: one round of a few short rows.
-    check_with: compare this client with another one, without other servers.
+        files: smollm2, 125M, 0.6B, or paths of GGUF files.
+        rows: loads; all: every load.
+        seconds: duration of arrivals.
+        cores: number of cores of a server.
+        quick: one round of a few short rows.
+        check_with: compare this client with another one, without other servers.
     """
 
     files: Sequence[str] = ("smollm2",)

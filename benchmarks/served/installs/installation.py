@@ -41,12 +41,12 @@ class Installation:
     """Makes one system, installs Baton in it and asks a question.
 
     Args:
-    system: system to make.
-    work: empty folder for the system.
-    wheels: folder with Baton's wheels.
-    torch_wheels: folder with torch's wheels for CPUs.
-    python: folder of the interpreter to copy.
-    kept: folder that keeps unused systems and uv's cache for later runs.
+        system: system to make.
+        work: empty folder for the system.
+        wheels: folder with Baton's wheels.
+        torch_wheels: folder with torch's wheels for CPUs.
+        python: folder of the interpreter to copy.
+        kept: folder that keeps unused systems and uv's cache for later runs.
     """
 
     def __init__(

@@ -26,11 +26,12 @@ class System:
     Attributes:
         name: name for `--only`.
         suite: Debian's code name.
-    python: version of the interpreter.
-    tool: installer; the quickstart has a command for each.
-    torch: index of torch.
-    debian_machine: Debian's name of the machine type; QEMU emulates foreign ones.
-    more: additional requirements.
+        python: version of the Python interpreter.
+        tool: the installing program; the quickstart has a command for each of them.
+        torch: package index from which torch is installed.
+        debian_machine: Debian's name of the machine type; QEMU emulates types other than this
+            machine's.
+        more: additional requirements to install.
         kernels: value of `BATON_NATIVE_KERNELS`.
         is_copied: whether the interpreter is copied from this machine; else Debian's is used.
     """
