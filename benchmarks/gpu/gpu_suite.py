@@ -180,10 +180,10 @@ def run(
     """Run parts of the suite, and save the results after each part.
 
     Args:
-        device: cuda, cuda:N, or cpu, which tries the suite on tiny shapes and saves nothing.
+        device: cuda or cuda:N; cpu: try the suite on tiny shapes, and save nothing.
         only: names of the parts to run.
-        budget: seconds for all parts.
-        out: file for a second copy of the JSON.
+        budget: seconds for all parts together.
+        out: a file to which a second copy of the JSON is written.
     """
     if unknown := set(only) - set(PARTS):
         raise SystemExit(f"only: must be of {', '.join(PARTS)}, got {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""Rows of the page about load tests, and about what other programs say of Baton."""
+"""Rows of docs/performance.md about load tests, and about other programs' results on Baton."""
 
 from __future__ import annotations
 
