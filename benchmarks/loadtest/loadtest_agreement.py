@@ -277,7 +277,8 @@ def measure(load: Load, rounds: int, console: Console) -> dict[str, list[Numbers
         model = Path(folder) / "model"
         words = write_model(model)
         with fleet(model, min(os.sched_getaffinity(0)), NUM_NODES, TIME_SCALE) as url:
-            play_fresh(GENERATORS["baton"], load, url, model, words)  # imports all modules once
+            # A first run, in which Python reads all modules
+            play_fresh(GENERATORS["baton"], load, url, model, words)
             for number in range(rounds):
                 for name in names[number % 3 :] + names[: number % 3]:
                     runs[name].append(play_fresh(GENERATORS[name], load, url, model, words))
