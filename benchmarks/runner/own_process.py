@@ -15,7 +15,7 @@ from benchmarks.runner.environment import ROOT
 
 
 def own_environment(*trees: Path, **variables: str) -> dict[str, str]:
-    """Return an environment whose `python` imports this checkout, or other trees before it.
+    """Return environment variables with which `python` imports ``trees``, then this checkout.
 
     The folders of this process's PYTHONPATH come last. Python may write compiled modules to files,
     as in an installation, because otherwise each start would compile all modules.
