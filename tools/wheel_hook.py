@@ -22,7 +22,7 @@ class WheelHook(BuildHookInterface[Any]):
     """Adds a folder of native libraries to the package `baton_kernels` in a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the libraries and the machine type's tag to the wheel to build."""
+        """Add the libraries and their machine type's tag to the wheel that is being built."""
         named = os.environ.get(FOLDER_VARIABLE)
         if not named or version == "editable":
             return
