@@ -47,7 +47,7 @@ NUM_STEPS = 3
 NUM_SHOWN = 512  # number of most probable tokens over which distributions are compared
 STEP_WEIGHT = 0.8  # factor from the weight of a draft's loss to the weight of the next draft's loss
 OWN_TEXTS = 1024  # number of texts that the demo model writes
-# Maximum number of tokens that it writes after a given beginning of 4 to 48 tokens
+# Maximum number of tokens of such a text after its given beginning of 4 to 48 tokens
 OWN_TOKENS = 160
 
 # ----------------------------------------------------------------------------------- drafters

@@ -84,7 +84,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReplay:
-    """The requests of a trace file, at its times multiplied by ``slowdown``."""
+    """A replay: the requests of a trace file are sent at the file's times * ``slowdown``."""
 
     path: Path
     slowdown: float = option(1.0, above=0, most=1e6, help="Replay: factor for all times.")

@@ -236,7 +236,7 @@ def answer_in(python: Path, *words: object, threads: int) -> Any:
 def measure(
     pythons: dict[str, Path], folder: Path, options: Options
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return each engine's best tokens per second by case, and why engines or cases miss.
+    """Return each engine's best tokens/s by case, and why engines or cases are missing.
 
     An interrupt (Ctrl-C) ends the run and keeps the results so far.
     """

@@ -12,7 +12,7 @@ import numpy as np
 def decode_batch(
     context: Any, tokens: Mapping[int, Sequence[int]], position: int, vocab_size: int
 ) -> dict[int, list[int]]:
-    """Compute tokens of sequences from ``position`` on; return each most likely next token.
+    """Compute tokens of sequences; return the most likely next token of each sequence.
 
     Args:
         tokens: the tokens to compute, by number of the sequence.

@@ -90,7 +90,7 @@ class Drills:
     Args:
         questions: the questions; the load repeats the first of them, and the others are asked
             around a switch.
-        lanes: requests that are open at a time.
+        lanes: number of requests that are open at a time.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ def run(
         switches: how often a name is switched.
         unloads: how often an adapter is unloaded.
         requests: minimum number of requests while nodes are killed.
-        lanes: requests that are open at a time.
+        lanes: number of requests that are open at a time.
         seed: seed of the random names, questions and versions.
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:

@@ -233,7 +233,7 @@ def _phase(answers: list[Answer], sizes: Sizes) -> Row:
 
 
 def normal_again_s(before: Sequence[Answer], after: Sequence[Answer], ended_at: float) -> int:
-    """Return the seconds from the overload's end until all windows have normal median TTFTs.
+    """Return the seconds from the overload's end until the median TTFT is normal again.
 
     Medians over windows of `WINDOW_S` are judged, because single seconds can be slow without any
     overload.

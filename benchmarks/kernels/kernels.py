@@ -209,7 +209,8 @@ def measure_prompts(repetitions: int) -> list[dict[str, object]]:
             step = attention_step(1, length, length, BLOCK_SIZE)
             layer, num_blocks = PagedKV(num_kv_heads, head_dim), length // BLOCK_SIZE
             cache = make_cache(layer, 1, BLOCK_SIZE, num_blocks, (dtype, dtype))
-            cache = cache.expand(-1, NUM_LAYERS, -1, -1, -1, -1)  # all repetitions read one layer
+            # All repetitions read the same layer
+            cache = cache.expand(-1, NUM_LAYERS, -1, -1, -1, -1)
             query = torch.randn(length, num_heads, head_dim).to(dtype)
             backend = NativeAttention()
             backend.plan(step)

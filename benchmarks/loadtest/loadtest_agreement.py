@@ -189,8 +189,8 @@ class Generator:
 
     Attributes:
         entry: makes the line of the program's data set for a prompt.
-        own_words: number of words that the program adds before each prompt.
-        environment: returns the variables of the program's process.
+        own_words: number of words that the program itself adds before each prompt.
+        environment: returns the environment variables of the program's process.
     """
 
     entry: Callable[[str, int], dict[str, object]]

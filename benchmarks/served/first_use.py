@@ -390,7 +390,7 @@ def _start_as_json(start: Start) -> dict[str, object]:
 
 
 def read_starts(kind: Mapping[str, Any]) -> list[Start]:
-    """Read starts from the JSON of `as_json`; only the first start has processes."""
+    """Read starts from the JSON of `as_json`; only the first start's processes were measured."""
     return [
         Start(
             start["ready_s"],

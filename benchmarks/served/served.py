@@ -151,7 +151,7 @@ def measure(
     console: Console,
     save: Callable[[], None],
 ) -> None:
-    """Add rounds of all servers to ``runs``, and missing servers to ``missing``; save often."""
+    """Measure rounds of all servers, and add them to ``runs``; save after each measurement."""
     for number in range(options.rounds):
         turn = number % len(options.servers)
         for name in (*options.servers[turn:], *options.servers[:turn]):

@@ -124,7 +124,7 @@ class Bench:
         )
 
     def play(self, url: str, load: Load, seed: int, seconds: float) -> Played:
-        """Play a load against a server."""
+        """Play a load against the server at ``url``, with prompts drawn by ``seed``."""
         prompts = Prompts(self.tokenizer, self.token_ids, seed)
         return asyncio.run(Player(url, NAME, load, prompts, seconds).play())
 

@@ -18,7 +18,7 @@ class RunClock:
     """Seconds since the run began.
 
     Args:
-        now: a monotonic clock, in seconds.
+        now: returns monotonic seconds.
 
     Attributes:
         began_at: the time when the run began, on the clock ``now``.

@@ -142,7 +142,7 @@ def _turns(turns: Any) -> Conversation:
 
 
 def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]:
-    """Make a function that reads messages with these names of the fields of role and text."""
+    """Make a function that reads messages whose role and text are in these fields."""
 
     def read(messages: Any) -> Conversation:
         if not isinstance(messages, list):

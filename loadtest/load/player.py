@@ -28,7 +28,7 @@ class Player:
     """Plays one run: call `prepare` once, then `play` once.
 
     Args:
-        now: a monotonic clock, in seconds.
+        now: returns monotonic seconds.
 
     Attributes:
         records: records of all requests in the order of sending.

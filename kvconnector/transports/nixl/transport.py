@@ -188,7 +188,7 @@ class NixlTransport:
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
         if layers == (0, self._manifest.layers_per_unit):
-            layers = None  # all layers have the same table as None
+            layers = None  # a range of all layers uses the table of None
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []
@@ -323,7 +323,7 @@ class _IoVec(ctypes.Structure):
 
 
 def _may_access(process: ProcessPlace, address: int) -> bool:
-    """Return whether the kernel lets this process read another process's memory; tries one byte.
+    """Return whether the kernel lets this process read another's memory; tries one byte.
 
     UCX's cma path needs this access, which containers and hardened kernels may forbid.
     """
