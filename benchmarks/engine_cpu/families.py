@@ -150,7 +150,7 @@ def print_attention(folder: str, threads: str, tokens: str, context: str) -> Non
 
 
 def ratios_of(best: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the ratios for which targets exist."""
+    """Return the ratios of tokens per second that docs/performance.md judges."""
     ratios: dict[str, dict[str, float]] = {}
     for row, engines in best.items():
         for engine in PEERS:

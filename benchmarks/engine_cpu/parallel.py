@@ -226,7 +226,7 @@ def ratios(
     engines: dict[str, dict[str, list[float]]],
     handovers: dict[str, dict[str, float]],
 ) -> dict[str, float]:
-    """Return the ratios for which targets exist."""
+    """Return the ratios of figures that docs/performance.md judges."""
     found: dict[str, float] = {}
     if sums:
         found["sums"] = max(

@@ -4,11 +4,12 @@ A router serves the demo model with two right decode nodes, and a foreign decode
 differs only in its weights. Every answer is compared, token by token, with the answer of one
 process. Orders of events:
 
-    foreign first     the foreign node joins an empty router, then the right nodes join foreign last
-    the foreign node joins after the right nodes foreign drained   the foreign node joins, is
-    drained and resumed, all under load right drained     each right node in turn is drained and
-    resumed router restarted  all nodes join again, in any order all right drained the foreign node
-    takes over; every token must be of its model
+    foreign first       the foreign node joins an empty router, then the right nodes join
+    foreign last        the foreign node joins after the right nodes
+    foreign drained     the foreign node joins, is drained and resumed, all under load
+    right drained       each right node in turn is drained and resumed
+    router restarted    all nodes join again, in any order
+    all right drained   the foreign node takes over; every token must be of its model
 
 Exit 1 if a token differs, a request fails, or the foreign node gets a request in another order.
 """

@@ -4,10 +4,10 @@ A router, and a prefill and two decode nodes for each of two base models, run on
 two slots for three adapters. Each answer is compared, token by token, with the answer of one
 process, and its receipt must contain the adapter's digest. Drills:
 
-    switches a name is switched at random among eight versions while clients ask it unloads an
-    adapter is unloaded while clients ask its name kills requests under random names while a node of
-    each base model is killed twice refusals a name that nobody knows, and names whose nodes are
-    gone
+    switches   a name is switched at random among eight versions while clients ask it
+    unloads    an adapter is unloaded while clients ask its name
+    kills      requests under random names while a node of each base model is killed twice
+    refusals   a name that nobody knows, and names whose nodes are gone
 
 Exit 1 if a token comes from another version, a request fails or does not end, a version reuses KV
 of another version, or the base model answers for an adapter.

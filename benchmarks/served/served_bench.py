@@ -133,7 +133,7 @@ class Bench:
     ) -> tuple[Numbers, Numbers, str]:
         """Start a server and play one load.
 
-        Returns the load's numbers, the start's numbers, and the first error.
+        Returns the load's figures, the start's figures, and the first error.
 
         Raises:
             RuntimeError: the server does not start, or fails during its first prompts.

@@ -254,7 +254,7 @@ class ProbeSlots:
         return slot
 
     def look(self, message: SelfTest) -> None:
-        """Read the peer's slot if it was offered for this probe; repeat a known result."""
+        """Read the peer's slot if it was offered for this probe; send a known result again."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return

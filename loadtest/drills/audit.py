@@ -82,7 +82,8 @@ class Auditor:
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # List requests after the audit, so that one that ends meanwhile is no leak.
+                # List the open requests after the audit, so that the list contains requests that
+                # began in between: their blocks are no leak.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,

@@ -1,6 +1,6 @@
 """Outgoing: the connection to one peer, dialled when there is something to send to the peer.
 
-    dialling -> secure -> welcome -> failed for good: the owner makes a new `Outgoing`
+    dialling -> secure -> welcome -> failed          for good: the owner makes a new `Outgoing`
         `---------`----> waits a little, dials again
 
 Before WELCOME, the peer may not know this node yet, because nodes learn of each other at different
