@@ -148,12 +148,13 @@ class HandoffMetrics:
     Attributes:
         open: number of open transfers, by state.
         ended: number of ended transfers since the node started, by outcome.
-        num_quarantined_blocks: blocks of ended requests that a peer may still write (decode node)
-            or read (prefill node).
-        received_bytes: bytes of committed transfers; 0 on a prefill node.
-        encodings_open: encodings that encode nodes send or may still write; 0 on other nodes.
-        encodings_lost: images that this prefill node encoded itself because no encoding arrived
-            from an encode node.
+        num_quarantined_blocks: number of blocks of ended requests that a peer may still write (on a
+            decode node) or read (on a prefill node).
+        received_bytes: bytes received in committed transfers; 0 on a prefill node.
+        encodings_open: number of encodings that encode nodes are sending or may still write to this
+            node; 0 on nodes that receive none.
+        encodings_lost: number of images that this prefill node encoded itself because no encoding
+            arrived from an encode node.
     """
 
     open: Mapping[str, int]

@@ -95,7 +95,7 @@ class Reply:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Return the prompt tokens that either node found in its prefix cache."""
+        """Return how many prompt tokens either node found in its prefix cache."""
         if self.receipt is None:
             return 0
         parts = (self.receipt.prefill, self.receipt.decode)

@@ -59,7 +59,7 @@ _LARGER_IS_BETTER = {"output_tokens_per_s"}
 
 
 def over_best_peer(servers: Json, shape: str, column: str) -> float:
-    """Divide the median of Baton's shape by the best peer's; raises one of `NOT_THERE`."""
+    """Divide a Baton shape's median by the best peer's median; raises one of `NOT_THERE`."""
     of_peers = [
         number(row, column) for name, row in servers.items() if not name.startswith("baton")
     ]

@@ -24,7 +24,7 @@ class Lengths:
     """A log-normal distribution of numbers of tokens: many small numbers and a long tail.
 
     Attributes:
-        mean: mean of the distribution.
+        mean: mean number of tokens.
         sigma: standard deviation of the logarithm; 0: all values are equal.
     """
 

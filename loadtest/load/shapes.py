@@ -1,8 +1,8 @@
 """Deployment: how many nodes of which role a deployment has, and the notation for it.
 
-    colocated:2   two nodes that both prefill (in chunks) and decode
-    1:1           a prefill node and a decode node; the decode node does not compute prompts
-    1:1+local     like 1:1, but the router may let the decode node compute a prompt
+colocated:2   two nodes that both prefill (in chunks) and decode
+1:1           a prefill node and a decode node; the decode node does not compute prompts
+1:1+local     like 1:1, but the router may let the decode node compute a prompt
 """
 
 from __future__ import annotations
