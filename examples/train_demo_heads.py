@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SiLU-gated feed-forward."""
+    """A feed-forward network with a gate (SiLU)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ def write_texts(documents: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
 
 
 def save(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
-    """Write the folder of one drafter."""
+    """Write the folder of one drafter: config.json and weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     stored = {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}

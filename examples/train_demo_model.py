@@ -390,7 +390,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 def build_optimizers(
     model: Qwen3ForCausalLM, args: argparse.Namespace
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices inside layers, and AdamW for the embedding and the norms."""
+    """Return two optimizers: Muon for matrices in layers, AdamW for the embedding and norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     embedding = [model.get_input_embeddings().weight]

@@ -77,7 +77,7 @@ class Core(StateMachine, Protocol):
 
     @property
     def is_moving(self) -> bool:
-        """Return whether bytes are in flight or wait to be posted."""
+        """Return whether bytes are in flight, or wait to be posted: the loop then polls fast."""
 
 
 class IoLoop:
@@ -143,7 +143,7 @@ class IoLoop:
 
     @property
     def has_wishes(self) -> bool:
-        """Return whether queued wishes wait for the next round."""
+        """Return whether the node's wishes wait for the next round."""
         return bool(self._wishes)
 
     def expect(self, expecting: bool) -> None:
@@ -174,7 +174,7 @@ class IoLoop:
 
     @property
     def rounds(self) -> Rounds:
-        """Return how many rounds have ended and whether one runs; thread-safe."""
+        """Return how many rounds of the loop have ended, and whether a round runs; thread-safe."""
         return Rounds(self._num_rounds, self._in_round)
 
     def close(self) -> None:

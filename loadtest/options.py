@@ -238,5 +238,5 @@ def chosen_cores(text: str) -> tuple[int, ...]:
 
 
 def path_of(text: str) -> Path | None:
-    """Return the path in an option, or None if the option is empty."""
+    """Return an option's text as a path; None if the text is empty."""
     return Path(text) if text else None

@@ -41,7 +41,7 @@ OnStep = Callable[[Step], None]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The loads of a sweep, in order."""
+    """The loads of a sweep: a variable, and its values in order."""
 
     variable: str
     values: tuple[float, ...]

@@ -291,7 +291,7 @@ def read_releases(record: Path) -> dict[str, Any]:
 
 
 def write(found: Found, complete: bool) -> None:
-    """Record this release's figures; keep those of other releases and other cases."""
+    """Record figures of this Triton release; keep those of other releases and other cases."""
     releases = read_releases(RECORD)
     known = {} if complete else releases.get(release(), {}).get("kernels", {})
     kernels = dict(sorted((known | found).items()))

@@ -57,7 +57,7 @@ def files_naming(name: str, source: Mapping[str, set[str]]) -> list[str]:
 
 
 def words_by_file(folders: tuple[str, ...], root: Path = ROOT) -> dict[str, set[str]]:
-    """Return the words in the code of each Python file in these folders."""
+    """Return, for each Python file in these folders, the words in its code."""
     return {
         str(path.relative_to(root)): set(words(path.read_text(encoding="utf-8")))
         for folder in folders

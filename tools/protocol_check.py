@@ -26,7 +26,7 @@ FAULTS = ("LOSSES", "DUPLICATES", "CRASHES", "SUSPECTS", "CANCELS", "ROUTER_CRAS
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One search.
+    """One search of the model's states.
 
     Attributes:
         settings: the model's macros (such as numbers of faults) that differ from those for "no

@@ -107,7 +107,7 @@ def pool_operations() -> dict[str, tuple[Callable[[], object], Callable[[], obje
 
 
 def measure_pool(repetitions: int, calls: int = 500) -> dict[str, dict[str, dict[str, float]]]:
-    """Return {operation: {subject: thousands of blocks per second}}."""
+    """Measure the block pools; return {operation: {subject: thousands of blocks per second}}."""
     results = {}
     for operation, pair in pool_operations().items():
         speeds: tuple[list[float], list[float]] = ([], [])
@@ -125,7 +125,7 @@ def measure_pool(repetitions: int, calls: int = 500) -> dict[str, dict[str, dict
 
 
 def summarize_steps(samples: dict[str, dict[str, list[list[float]]]]) -> dict[str, object]:
-    """Summarize the steps of each load and subject."""
+    """Summarize the times of the steps of each load and subject."""
     results: dict[str, object] = {}
     alone: dict[str, float] = {}
     for load, by_subject in samples.items():

@@ -108,7 +108,7 @@ def beginnings(llm: LLM, options: Options) -> list[list[int]]:
 
 
 def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
-    """Return the tokens per second of a call, and its outputs."""
+    """Run a call that generates text; return its tokens per second and its outputs."""
     started = time.monotonic()
     outputs = run()
     return sum(map(len, outputs)) / (time.monotonic() - started), outputs
@@ -268,7 +268,7 @@ def compare_peers(
 
 
 def measure(part: str, console: Console, options: Options) -> list[Row]:
-    """Measure the rows of a part."""
+    """Measure the rows of one part, and return them."""
     rows: list[Row] = []
 
     def add(row: Row) -> None:

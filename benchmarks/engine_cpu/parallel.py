@@ -267,7 +267,7 @@ def run(
     """Measure sums, engines and hand-overs.
 
     Args:
-        without: parts to leave out.
+        without: names of the parts to leave out.
     """
     sums = {} if "sums" in without else measure_sums()
     engines = {} if "engines" in without else measure_engines(rounds)
@@ -287,7 +287,7 @@ def print_engine(name: str, folder: str) -> None:
 def merge_results(
     environment: Mapping[str, Any], measured: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add the earlier results, with their dates, of parts that this run left out."""
+    """Keep the earlier results, with their dates, of the parts that this run leaves out."""
     keys = ("date", "git_revision", "load_average")
     when = {key: environment[key] for key in keys}
     parts = {name: figures or before.get(name, {}) for name, figures in measured.items()}

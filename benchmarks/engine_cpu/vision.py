@@ -88,7 +88,7 @@ SHAPES = {
         {"384": 378, "1024": 1008},
         _tile,
     ),
-    # Qwen2.5-VL 3B: a layer with windows, and one without.
+    # Qwen2.5-VL 3B: a layer with windowed attention, and a layer with full attention.
     "qwen2.5-vl": Shape(
         "Qwen2_5_VLForConditionalGeneration",
         {

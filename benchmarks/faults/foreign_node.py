@@ -49,7 +49,7 @@ TOKENS_PER_ORDER = 2000
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request, with the answers of the right and of the foreign model."""
+    """A request, with the answer of the right model and the answer of the foreign model."""
 
     prompt: list[int]
     params: SamplingParams
@@ -69,7 +69,7 @@ class Order:
 
 
 class Fleet(Programs):
-    """The router and the nodes."""
+    """The processes of the router and the nodes."""
 
     def __init__(self, foreign_model: Path) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class Usage:
 
 
 def look(site: Site) -> dict[str, Usage]:
-    """Read the usage of the survivors."""
+    """Read the usage of all survivors (router, p0 and d0) now."""
     return {name: Usage.of(site.deployment.child(name).process.pid) for name in SURVIVORS}
 
 
@@ -75,7 +75,7 @@ def open_files(site: Site) -> dict[str, Counter[str]]:
 
 
 async def look_at_rest(site: Site) -> dict[str, Usage]:
-    """Wait until nothing is in progress, and read the survivors' usage."""
+    """Wait until no request runs, and return the survivors' lowest usage over some seconds."""
     await site.repair()
     await wait_until_free(site)
     looks = []
@@ -97,7 +97,7 @@ async def stand_still(site: Site, name: str) -> None:
 
 
 async def stand_still_often(site: Site, number: int) -> list[str]:
-    """Stop p0 and d0 in turns."""
+    """Stop p0 and d0 in turns, ``number`` times."""
     for index in range(number):
         await stand_still(site, SURVIVORS[1 + index % 2])
     return ["stands still"] * number
@@ -170,7 +170,7 @@ async def warm_up(site: Site) -> None:
 
 
 def quarters(samples: list[dict[str, Usage]], name: str) -> list[list[float]]:
-    """Split a process's resident memory under load into four equally long parts."""
+    """Divide samples of a process's resident memory into four parts of equal length."""
     values = [one[name].resident_mib for one in samples]
     size = max(1, len(values) // 4)
     return [part for start in range(0, 4 * size, size) if (part := values[start : start + size])]

@@ -80,7 +80,7 @@ class Alias:
         return self.history[-1]
 
     def since(self, mark: int) -> set[Version]:
-        """Return the versions that may answer a request sent after ``mark`` switches."""
+        """Return the versions that may answer a request that was sent after ``mark`` switches."""
         return set(self.history[mark - 1 :])
 
 
@@ -357,7 +357,7 @@ def run(
 
 
 def _problems(document: Document) -> list[str]:
-    """Return a line per broken promise."""
+    """Return a line for each broken promise."""
     common = ("wrong", "failed", "lost")
     none_of = {
         "switches": (*common, "refused", "hits_across_versions"),

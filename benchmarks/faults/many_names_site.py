@@ -133,7 +133,7 @@ class Tally:
 
 
 class Site:
-    """The running fleet, its names, and the adapters' digests."""
+    """The running deployment, its names, and the digests of its adapters."""
 
     def __init__(self, deployment: LocalDeployment, folders: Mapping[str, Path]) -> None:
         self.deployment, self._folders = deployment, folders

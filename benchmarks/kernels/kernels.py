@@ -110,7 +110,7 @@ def read(memory: Tensor, layer: int) -> object:
 def attend(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
-    """Run one layer's attention."""
+    """Compute one layer's attention."""
     return backend.run(
         query, cache[:, layer], step, AttentionOptions(scale=query.shape[-1] ** -0.5)
     )

@@ -216,7 +216,7 @@ def nodes(routers: str, model: str, interval_s: str, cert: str, key: str, ca: st
 
 
 def relay(listen: str, backend_address: str) -> None:
-    """Run the relay."""
+    """Run the relay until this process is killed."""
     uvloop.run(run_relay(listen, backend_address))
 
 

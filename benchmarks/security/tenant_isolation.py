@@ -47,7 +47,7 @@ class Probe:
 
 @contextmanager
 def running(*, keys: bool) -> Iterator[dict[str, Client]]:
-    """Run a deployment; yield each tenant's client. Without keys all clients are one tenant."""
+    """Run a deployment; yield each tenant's client. Without keys, all are the same tenant."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         made = {name: draw_key() for name in TENANTS}
         path = Path(folder, "keys.toml")
@@ -137,7 +137,7 @@ def own_hit_rate(client: Client, num_sessions: int, seed: int) -> float:
 def run(
     run: Run, probes: int = 2000, control_probes: int = 100, sessions: int = 10, seed: int = 1
 ) -> Document:
-    """Attack other tenants and a sharing group, and measure the hit rate within a tenant."""
+    """Attack other tenants, and tenants that share a cache; measure a tenant's own hit rate."""
     rates = {}
     for keys in (False, True):
         with running(keys=keys) as clients:

@@ -26,7 +26,7 @@ class Cost:
 
 
 def cost_of(pid: int) -> Cost:
-    """Add up the process and its living descendants; raises psutil.NoSuchProcess."""
+    """Return the cost of a process and its living descendants; raises psutil.NoSuchProcess."""
     root = psutil.Process(pid)
     cpu_s = rss = pss = 0.0
     for process in (root, *root.children(recursive=True)):

@@ -171,7 +171,7 @@ def measure(
 
 
 def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
-    """Return medians by rate, then by server."""
+    """Return the medians of the runs, by rate and then by server."""
     found: dict[str, dict[str, Numbers]] = {}
     for name, rates in runs.items():
         for rate, own in rates.items():
@@ -205,7 +205,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> None:
-    """Measure the servers in turns; save after each."""
+    """Measure the servers in turns; save the results after each measurement."""
     shapes = run.saved().get("shapes", {})
     runs: Runs = shapes.get(options.shape, {}).get("runs", {}) if options.append else {}
     missing: dict[str, str] = {}

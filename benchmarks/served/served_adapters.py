@@ -41,7 +41,7 @@ from loadtest.targets.openai_http import OpenAITarget
 
 BASE = "base"
 RANK = 16
-# Cold adapters: users of the base model, and requests for adapters.
+# `measure_cold`: users of the base model with their requests, and requests for adapters.
 NUM_USERS, BASE_PROMPT, BASE_OUTPUT = 4, 64, 96
 COLD_PROMPT, COLD_OUTPUT = 256, 4
 EVERY_S = 2.0

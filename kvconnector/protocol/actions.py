@@ -163,7 +163,7 @@ class PauseEnded:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect to a peer.
+    """Action: connect to a peer.
 
     Attributes:
         then: a message to send over the new connection, because sending over the old connection
@@ -181,7 +181,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message.
+    """Action: send a message.
 
     Attributes:
         wants_result: whether `SendEnded` follows also if the message was sent; after a failure, it

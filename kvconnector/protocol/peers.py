@@ -186,7 +186,7 @@ class Peers:
             peer.state = PeerState.LEAVING
 
     def remove(self, engine_id: str) -> None:
-        """Forget a peer."""
+        """Forget a peer, and disconnect from it."""
         self._peers.pop(engine_id, None)
         self._turn.ask(Disconnect(engine_id))
 
@@ -257,7 +257,7 @@ class Peers:
             self._peers[engine_id].is_probing = False
 
     def fail_probe(self, engine_id: str, problem: str) -> None:
-        """Report once why a probe failed; the peer's next answer starts another probe."""
+        """Report why a probe failed, once per reason; the peer's next answer starts a new probe."""
         peer = self._peers.get(engine_id)
         if peer is None:
             return
@@ -290,7 +290,7 @@ class Peers:
 
     @property
     def is_meeting(self) -> bool:
-        """Return whether a new peer's answer is expected soon."""
+        """Return whether a new peer may answer soon, so that the loop polls more often."""
         now = self._turn.now
         return any(p.state is PeerState.GREETING and now < p.report_at for p in self)
 
@@ -314,7 +314,7 @@ class Peers:
         self.send(peer.engine_id, hello)
 
     def is_fresh(self, engine_id: str) -> bool:
-        """Return whether a known peer's lease is valid."""
+        """Return whether the lease of a peer in the table is valid."""
         return self._is_fresh(self._peers[engine_id])
 
     def _is_fresh(self, peer: Peer) -> bool:

@@ -46,7 +46,7 @@ class Refusal(Enum):
 
 
 class RefusedMessageError(TransferError):
-    """A message was refused."""
+    """Raised for a message that is refused, with the reason."""
 
     def __init__(self, reason: Refusal) -> None:
         super().__init__(reason.value)
@@ -105,7 +105,7 @@ class Channel:
 
 
 class Channels:
-    """The channels to all peers of one process start.
+    """One end's channels to all its peers; new at each start of the process.
 
     Args:
         own_id: engine id of this end.
@@ -119,7 +119,7 @@ class Channels:
 
     @property
     def public_key(self) -> bytes:
-        """Return the public key of this process start."""
+        """Return this end's public key, which is new at each start of the process."""
         return self._key_pair.public
 
     def __contains__(self, engine_id: object) -> bool:

@@ -29,7 +29,7 @@ class Learn(msgspec.Struct, tag=True, frozen=True):
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Disconnect a peer."""
+    """A message without an answer: disconnect from a peer."""
 
     engine_id: str
 
@@ -106,7 +106,7 @@ class Prohibit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The first message from a rank: the addresses of the rank's memory."""
+    """The first message from a rank, sent when its transport is open: its memory's addresses."""
 
     memory: RankMemory
 

@@ -146,7 +146,7 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """The scratch memory of all ranks; a self-test passes if every rank's slot is right."""
+    """The scratch memory of all ranks. A slot is right if it is right in every rank's memory."""
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call

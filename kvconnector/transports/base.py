@@ -90,7 +90,7 @@ class KVTransport(Protocol):
 
     @property
     def num_connections(self) -> int:
-        """Return the number of peers with an open connection, including kept connections."""
+        """Return the number of peers with an open connection, also if they were disconnected."""
 
     def connect(self, peer: PeerInfo) -> str:
         """Connect to a peer; return the name of the data path. Raises TransferError."""

@@ -15,7 +15,7 @@ _EARLY_S = 1e-6
 
 
 class RunClock:
-    """Seconds since the run began.
+    """A clock that shows the seconds since the run began.
 
     Args:
         now: returns monotonic seconds.

@@ -32,7 +32,7 @@ class Lengths:
     sigma: float = 0.0
 
     def draw(self, chance: random.Random) -> int:
-        """Draw a length of at least 1."""
+        """Draw a number of tokens, which is at least 1."""
         mu = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(chance.lognormvariate(mu, self.sigma)))
 

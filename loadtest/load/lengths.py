@@ -20,7 +20,7 @@ class LengthDistribution(Protocol):
     """
 
     def draw(self, chance: random.Random) -> int:
-        """Draw a length of at least 1."""
+        """Draw a number of tokens, which is at least 1."""
         ...
 
 

@@ -45,7 +45,7 @@ class DrawnPrompt:
 
     @property
     def sizes(self) -> list[tuple[object, int]]:
-        """The parts, each with its length in tokens."""
+        """The prompt's parts, each with its length in tokens."""
         return [(part, part.num_tokens) for part in self.parts]
 
     def make(self, vocab_size: int) -> list[int]:
@@ -69,7 +69,7 @@ class WrittenPrompt:
 
     @property
     def sizes(self) -> list[tuple[object, int]]:
-        """The messages, each with its length in characters."""
+        """The prompt's messages, each with its length in characters."""
         return [(message, len(message.content)) for message in self.messages]
 
     def make(self, vocab_size: int) -> tuple[Message, ...]:

@@ -15,10 +15,10 @@ from loadtest.targets.base import Frame, Usage
 
 
 class Outcome(Enum):
-    """How a request ended."""
+    """The ways in which a request can end."""
 
     OK = "ok"
-    CANCELLED = "cancelled"  # cancelled by the client on purpose
+    CANCELLED = "cancelled"  # cancelled by the client as planned
     ERROR = "error"
 
 

@@ -93,7 +93,10 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def _parse(line: str, next_id: int) -> TraceRequest:
-    """Parse one line; missing ids count down from ``next_id``; raises ValueError."""
+    """Parse a line of a trace file; missing ids count down from ``next_id``.
+
+    Raises ValueError.
+    """
     fields: Any = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object")

@@ -180,7 +180,7 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
 
 
 def plain(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the document in the form that reading its JSON file gives."""
+    """Return the document as it would be after writing it to a JSON file and reading it."""
     found: dict[str, Any] = json.loads(json.dumps(document, default=str))
     return found
 

@@ -122,7 +122,7 @@ def _last_frame(response: inference_pb2.GenerateResponse) -> Frame:
 
 
 async def open_target(options: TargetOptions) -> Target:
-    """Connect all channels; raises ConfigError or TargetError."""
+    """Connect to a router with all channels; raises ConfigError or TargetError."""
     address = options.url.removeprefix("grpc://")
     split_address("target", address)
     metadata = credentials(options.api_key or None)

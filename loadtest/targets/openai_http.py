@@ -264,7 +264,7 @@ class OpenAITarget:
 
 
 async def open_target(options: TargetOptions) -> Target:
-    """Connect; raises ConfigError or TargetError."""
+    """Connect to a server; raises ConfigError or TargetError."""
     if options.count_tokens_by not in COUNT_TOKENS_BY:
         raise ConfigError(
             f"count_tokens_by: must be one of {', '.join(COUNT_TOKENS_BY)}, "

@@ -195,7 +195,7 @@ class Installation:
         run_command(["unshare", "--mount", "/bin/sh", "-ec", script])
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables of commands in the system."""
+        """Return the environment variables for commands that run in the system."""
         environment = {
             "PATH": "/opt/baton/bin:/usr/bin:/bin",
             "HOME": "/root",

@@ -116,7 +116,8 @@ class NixlTransport:
             [layout, scratch],
             "VRAM" if kv_cache.is_cuda else "DRAM",
         )
-        self._kv_cache = kv_cache  # keeps the memory allocated while a peer may write to it
+        # This reference keeps the memory allocated while a peer may write to it
+        self._kv_cache = kv_cache
         self._peers: dict[str, _Peer] = {}
         # Tables of this node's memory, by the ranges of each block or row. A table is made when
         # first needed.
@@ -237,7 +238,7 @@ class NixlTransport:
     def _post(
         self, table: _Table, local: npt.NDArray[np.int32], remote: npt.NDArray[np.int32]
     ) -> _NixlWrite:
-        """Post one write of all ranges of these blocks."""
+        """Post one write of all ranges of the blocks ``local`` to the blocks ``remote``."""
         if table.num_ranges > 1:
             within = np.arange(table.num_ranges, dtype=np.int32)
             local, remote = (

@@ -41,7 +41,7 @@ class FrameError(TransferError):
 
 
 class Kind(IntEnum):
-    """Kinds of frames."""
+    """The kinds of frames; the module's docstring explains them."""
 
     HELLO = 1
     MESSAGE = 2
@@ -165,7 +165,7 @@ class FrameReader:
         return self._kind is not None or self._num_filled > 0
 
     def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; never empty."""
+        """Return the memory to which the next received bytes must be written; never empty."""
         if self._sink is not None:
             return self._sink.buffer()
         return self._part[self._num_filled :]

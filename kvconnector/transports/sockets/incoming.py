@@ -114,7 +114,7 @@ class Incoming:
         return [incoming.connection for incoming in self._incoming]
 
     def progress(self) -> None:
-        """Accept, read and send as much as possible without waiting."""
+        """Accept connections; read and send as much as one turn allows, without waiting."""
         if self.is_ready:
             self.is_ready = False
             self._accept()

@@ -47,7 +47,7 @@ RENEW_BYTES = 2**37
 
 @dataclass(slots=True)
 class PostedWrite:
-    """A write whose bytes are queued on a connection."""
+    """A write of blocks or of a probe, posted on the connection to a peer."""
 
     out: Outgoing
     is_over: bool = False
