@@ -231,7 +231,7 @@ class Receiver(_End):
         self.loop.submit(reservation)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
-        """Ask the prefill node to stop writing; FAILED follows once no write is in flight."""
+        """Ask the prefill node to write no more; FAILED follows once no write can arrive."""
         self.loop.submit(Drop((request_id, epoch), engine_id))
 
     def expect(self, expecting: bool) -> None:

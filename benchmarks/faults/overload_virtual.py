@@ -124,7 +124,7 @@ def _median_ms(seconds: Sequence[float]) -> int:
 
 
 def problems_of(row: Row) -> list[str]:
-    """Return a line for each broken promise."""
+    """Return a line for each promise that the drill broke."""
     problems = [
         f"{phase}: {row[phase]['kept']} of {row[phase]['accepted']} deadlines kept"
         for phase in PHASES

@@ -212,7 +212,7 @@ async def play_phases(
 
 
 def _phase(answers: list[Answer], sizes: Sizes) -> Row:
-    """Summarize the outcomes of one part of the drill."""
+    """Summarize the outcomes of one phase of the overload drill."""
     refused = [answer for answer in answers if answer.outcome == "refused"]
     accepted = [answer for answer in answers if answer.outcome != "refused"]
     lateness = [answer.total_s - sizes.timeout_s for answer in accepted]
@@ -308,7 +308,7 @@ def run(
     """Run the drills; a quick run, or a run of one drill, saves nothing.
 
     Args:
-        quick: run some 40 s in all.
+        quick: whether to run only about 40 s in all.
         deaths: number of nodes that die; 0: the default.
     """
     sizes = QUICK if quick else Sizes()

@@ -14,7 +14,7 @@ from sim_node.sim_model import output_tokens
 HUNG_S = 60.0  # seconds after the deadline, or without a deadline after sending
 PROMPT_TOKENS = (400, 1600)
 OUTPUT_TOKENS = (20, 60)
-# A third of the requests end at a stop token, long before max_tokens.
+# A third of the requests end early by a stop token, and not by max_tokens.
 _STOPS, _ROOM = 1 / 3, 4
 _LAG_INTERVAL_S = 0.01
 

@@ -131,7 +131,7 @@ def capacity_per_s(num_prefill: int, options: SimOptions) -> float:
 
 
 def p99_s(answers: Sequence[Answer]) -> float:
-    """Return the 99th percentile of the times to the first token."""
+    """Return the 99th percentile of the times to the first token, in seconds."""
     times = sorted(answer.ttft_s for answer in answers if answer.ttft_s)
     return statistics.quantiles(times, n=100, method="inclusive")[98]
 
@@ -231,7 +231,7 @@ async def wait_ready(client: AsyncClient) -> None:
 async def send(
     clients: Mapping[str, AsyncClient], rates: Mapping[str, float], seconds: float
 ) -> dict[str, list[Answer]]:
-    """Send requests of these tenants; return the answers by tenant."""
+    """Send each tenant's requests at its rate; return the answers by tenant."""
     loads = {
         name: OpenLoad(partial(ask, client), random.Random()) for name, client in clients.items()
     }

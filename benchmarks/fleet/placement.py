@@ -73,7 +73,7 @@ def _percentile(samples: list[float], percent: int) -> float:
 
 
 def run(run: Run, decisions: int = 3000) -> Document:
-    """Measure every policy by fleet size."""
+    """Measure every policy with fleets of each size."""
     results = {
         name: {str(size): measure(name, size, decisions) for size in SIZES}
         for name in POLICIES.names()

@@ -208,7 +208,7 @@ def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
 async def joined_fleet(
     num_prefill: int, num_decode: int, options: SimOptions, *, local_prefill: bool
 ) -> AsyncIterator[NodePool]:
-    """Yield a pool that simulated nodes have joined; see `joined_cluster`."""
+    """Run simulated nodes; yield the pool that they have joined (`joined_cluster`)."""
     cluster = joined_cluster(num_prefill, num_decode, options, local_prefill=local_prefill)
     async with cluster as joined:
         yield joined.pool
@@ -232,7 +232,9 @@ async def joined_cluster(
     local_prefill: bool,
     is_dropped: Callable[[str, NodeEvent], bool] = lambda name, event: False,
 ) -> AsyncIterator[JoinedCluster]:
-    """Yield simulated nodes and a pool that they have joined; needs a `VirtualTimeLoop`.
+    """Run simulated nodes; yield them with the pool that they have joined.
+
+    The event loop must be a `VirtualTimeLoop`.
 
     Args:
         local_prefill: whether decode nodes may compute prompts themselves.

@@ -234,7 +234,7 @@ def measure_nano(device: str, report: Report) -> bool:
 
 
 def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Run the requests; return the seconds from the first request to the last token."""
+    """Compute all prompts' outputs; return the seconds from the first request to the last token."""
     vocab_size, started = engine.model_config.vocab_size, time.perf_counter()
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         token_ids = [token_id % vocab_size for token_id in prompt]

@@ -151,14 +151,14 @@ def _split_completions(
 
 
 def measure_kernels(device: str, report: Report) -> bool:
-    """Report the rows of `kernels_gpu.py`; return False if a kernel is wrong."""
+    """Run `kernels_gpu.py`, and report its rows; return False if a kernel's result is wrong."""
     from benchmarks.kernels.kernels_gpu import measure
 
     return _all_right(measure(device), report)
 
 
 def measure_attention(device: str, report: Report) -> bool:
-    """Report the rows of `attention_gpu.py`; return False if a result differs from a library's."""
+    """Run `attention_gpu.py`, and report its rows; return False if a result is wrong."""
     from benchmarks.kernels.attention_gpu import geometric_mean, measure, measure_steps, peers
 
     here, missing = peers()
@@ -171,7 +171,7 @@ def measure_attention(device: str, report: Report) -> bool:
 
 
 def measure_products(device: str, report: Report) -> bool:
-    """Report the rows of `quantized_gpu.py`; return False if a product is wrong."""
+    """Run `quantized_gpu.py`, and report its rows; return False if a product is wrong."""
     from benchmarks.kernels.quantized_gpu import measure
 
     return _all_right(measure(device), report)

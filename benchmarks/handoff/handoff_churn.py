@@ -37,7 +37,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Churn:
-    """The block pools of a prefill (p) and a decode node (d), and their next events."""
+    """The block pools of a prefill node (p) and a decode node (d), and future events."""
 
     extents: bool
     draw: random.Random = field(default_factory=lambda: random.Random(0))

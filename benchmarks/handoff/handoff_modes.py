@@ -83,7 +83,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
-    """Start a router, a prefill and a decode node for each way; wait until all are ready."""
+    """Run a router, a prefill and a decode node for each way; yield once all are ready."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
         deployments = {}
@@ -161,7 +161,7 @@ def measure_transports(num_requests: int) -> dict[str, object]:
 def collect_receipts(
     deployments: dict[str, LocalDeployment], num_requests: int, lengths: Sequence[int] = LENGTHS
 ) -> dict[tuple[str, int], list[Receipt]]:
-    """Send each mode the same requests; return the receipts by mode and prompt length."""
+    """Send the same requests to each mode; return the receipts by mode and prompt length."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
     draw = random.Random(0)
     for length in lengths:

@@ -68,7 +68,7 @@ def record_process(folder: Path) -> None:
         def note(layer: int) -> None:
             nonlocal last
             spans.append(("layer", last, clock()))
-            if after_layer is not None:  # None: everything is pushed after the prefill
+            if after_layer is not None:  # None: all blocks are pushed after the prefill
                 after_layer(layer)
             last = clock()
 
@@ -146,7 +146,7 @@ def exposed_ms(lanes: dict[str, list[tuple[float, float]]]) -> float:
 
 
 def draw_lanes(axes: Axes, lanes: dict[str, list[tuple[float, float]]]) -> None:
-    """Draw layers, writes and steps, one row below the other."""
+    """Draw the spans of layers, writes and steps, in one row each."""
     rows = (("layer", 2, LIGHT.blue), ("write", 1, LIGHT.orange), ("step", 0, LIGHT.green))
     for what, place, color in rows:
         bars = [(start, max(end - start, 1e-3)) for start, end in lanes[what]]

@@ -62,7 +62,7 @@ HEAD_DIM, BLOCK_SIZE = 128, 16
 # Bytes that exceed an H200's cache of 60 MB, and the maximum number of bytes of a cell's keys and
 # values.
 COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
-# Both sides round weights and results to bfloat16, each time by up to 2^-9.
+# Kernel and library round weights and results to bfloat16, each time by up to 2^-9.
 ATOL, RTOL = 2e-2, 2e-2
 
 
@@ -107,7 +107,7 @@ class Measured:
 
     ours: float
     theirs: dict[str, float]
-    refusals: dict[str, str]  # library without a kernel -> reason
+    refusals: dict[str, str]  # library that refused the cell -> its reason
 
 
 def measure_cell(cell: Cell, device: str) -> Measured:
@@ -397,7 +397,7 @@ def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
 
 
 def geometric_mean(rows: list[Row]) -> float:
-    """Return the geometric mean of library's time / ours over the decode rows."""
+    """Return the geometric mean of the best library's time / our time, over all decode rows."""
     decodes = (row for row in rows if str(row["what"]).startswith("decode"))
     ratios = [row.get("library / ours") for row in decodes]
     known = [ratio for ratio in ratios if isinstance(ratio, float) and ratio > 0]

@@ -88,5 +88,5 @@ def gb_per_s(num_bytes: int, microseconds: float) -> float:
 
 
 def num_bytes(*tensors: Tensor) -> int:
-    """Add up the bytes of all tensors."""
+    """Return the number of bytes of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -148,7 +148,7 @@ def measure_attention(
     repetitions: int,
     cache_dtype: torch.dtype | None = None,
 ) -> list[dict[str, object]]:
-    """Measure paged decode attention, torch's backend, and plain reads of the same bytes."""
+    """Measure paged decode attention beside torch's backend and plain reads of the same bytes."""
     cache_dtype = cache_dtype or dtype
     rows: list[dict[str, object]] = []
     for num_heads, num_kv_heads, head_dim in heads:

@@ -79,7 +79,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The tensors of one layer in a step."""
+    """The tensors that one layer uses in one step."""
 
     delta: Tensor  # [num_tokens, hidden_size]
     residual: Tensor

@@ -180,7 +180,7 @@ def measure(device: str) -> Iterator[Row]:
 
 
 def compile_ahead(device: str) -> None:
-    """Compile the kernels in several processes, before this process times them."""
+    """Compile all kernels in several processes, so that this process finds them compiled."""
     if device == "cpu":
         return
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:

@@ -305,7 +305,7 @@ def run(
     load: Sequence[Literal["4 requests/s", "4 at a time"]] = ("4 requests/s", "4 at a time"),
     rounds: int = 5,
 ) -> Document:
-    """Measure loads with the generators in turns.
+    """Play the loads with the load generators in turns, and compare their figures.
 
     Args:
         load: loads to measure; results of other loads are kept.

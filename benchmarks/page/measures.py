@@ -16,7 +16,7 @@ _VALUES = re.compile(r", (?=\w+=)")  # separates the values by which a row of a 
 
 
 def at(document: Json, *place: str) -> Json:
-    """Look up the content of this place; raises LookupError or TypeError."""
+    """Return the content of a place in the document; raises LookupError or TypeError."""
     for key in " > ".join(place).split(" > "):
         if not isinstance(document, list):
             document = document[key]
@@ -36,7 +36,7 @@ def _one_of(rows: Json, wanted: dict[str, str]) -> Json:
 
 
 def number(document: Json, *place: str) -> float:
-    """Look up the finite number at this place; raises one of `NOT_THERE`."""
+    """Return the finite number at a place in the document; raises one of `NOT_THERE`."""
     found = at(document, *place)
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise TypeError(f"{place}: must be a number, got {found!r}")

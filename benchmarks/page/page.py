@@ -120,7 +120,7 @@ class Told:
 
     @property
     def command(self) -> str:
-        """Return the command that writes the file."""
+        """Return the command that writes this file of results."""
         return self.measurement.command(self.source)
 
 

@@ -104,7 +104,7 @@ class Measurement:
 
     @property
     def module(self) -> str:
-        """Return the module's full name."""
+        """Return the full name of the measurement's module."""
         return self.place if self.place.startswith("tools.") else f"benchmarks.{self.place}"
 
     @property

@@ -58,7 +58,7 @@ class Ticker:
         self._encoder = msgspec.json.Encoder()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the SSE events of one stream."""
+        """Yield the SSE events of one new stream."""
         queue: asyncio.Queue[str | None] = asyncio.Queue()
         self._queues.append(queue)
         if len(self._queues) == self._num_streams:

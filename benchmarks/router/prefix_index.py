@@ -118,7 +118,7 @@ def step_overhead(repetitions: int) -> dict[str, dict[str, float]]:
             feed.request_snapshot()
             feed.after_step(busy=busy)
         numbers = itertools.count()
-        for _ in range(200):  # warm-up: uses every block once
+        for _ in range(200):  # warm-up, in which every block is used once
             _decode_step(pool, feed, numbers, busy)
         call = functools.partial(_decode_step, pool, feed, numbers, busy)
         results[name] = microseconds(call, repetitions)

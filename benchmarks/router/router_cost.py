@@ -49,7 +49,7 @@ RATES = (2_000, 20_000, 60_000, 0)
 TLS_RATES, TLS_SLICE_S = (0, 20_000), 1.5
 RATE_FIGURES = ("tokens_per_s", "tokens_per_core_s", "cpu_us_per_message")
 REQUEST_FIGURES = ("requests_per_s", "cpu_us_per_request")
-NODES = ("node/prefill/prefill", "node/decode/decode")  # the same names as in router_site
+NODES = ("node/prefill/prefill", "node/decode/decode")  # the names that router_site.py uses
 
 
 def certificate(folder: Path) -> TlsOptions:

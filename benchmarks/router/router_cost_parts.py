@@ -57,7 +57,7 @@ DECODE_RECEIPT = DecodeReceipt(
 
 
 async def steps(interval_s: float) -> AsyncIterator[None]:
-    """Yield once per engine step, every ``interval_s`` seconds; 0: as fast as possible."""
+    """Yield at each step of an engine: every ``interval_s`` seconds; 0: as fast as possible."""
     due = time.perf_counter()
     while True:
         # a late node catches up on the steps of at most 1 s

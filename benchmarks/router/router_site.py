@@ -157,7 +157,7 @@ def router_site(
     tls: TlsOptions = NO_TLS,
     router_args: Sequence[str] = (),
 ) -> Iterator[Site]:
-    """Run routers on one public port, each with its own prefill and decode node.
+    """Run router processes on one public port, each with its own prefill and decode node.
 
     Args:
         router_args: additional options of the routers.

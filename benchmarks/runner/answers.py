@@ -24,7 +24,7 @@ class Case:
     """A request and its only right answer.
 
     Attributes:
-        model: model name in the request; empty: the router's first name.
+        model: the request's model name; empty: the router's first served name.
     """
 
     prompt: list[int]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.runner.environment import DEMO_MODEL
 
-# Rank of each adapter, and the layers that it adapts.
+# The rank of each adapter, and the layers that the adapter changes.
 ADAPTERS = {
     "a": (4, ("self_attn.q_proj",)),
     "b": (8, ("self_attn.q_proj", "self_attn.v_proj")),

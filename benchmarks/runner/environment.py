@@ -43,7 +43,7 @@ def record_environment(words: Sequence[str] | None = None) -> dict[str, object]:
 
 
 def summary(samples: Sequence[float], digits: int = 2) -> dict[str, float]:
-    """Return median, 90th percentile and mean of two or more samples."""
+    """Return the median, the 90th percentile and the mean of two or more samples."""
     return {
         "median": round(statistics.median(samples), digits),
         "p90": round(statistics.quantiles(samples, n=10, method="inclusive")[-1], digits),

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]
 
 
 def values_of(function: Callable[..., object], found: argparse.Namespace) -> dict[str, Any]:
-    """Return the function's keyword arguments from parsed options."""
+    """Return the function's keyword arguments, from the parsed command line."""
     declared = _declared(function)
     values = {parameter.name: getattr(found, parameter.name) for parameter in _parameters(function)}
     for parameter in _parameters(function):

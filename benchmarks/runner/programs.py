@@ -92,7 +92,7 @@ class Programs:
 
 
 class SimFleet(Programs):
-    """A router, and a process with simulated nodes.
+    """A router process, and a process that runs all simulated nodes.
 
     Args:
         words: additional options of `baton sim-node`.
@@ -125,7 +125,7 @@ class SimFleet(Programs):
             time.sleep(0.2)
 
     def nodes(self) -> Sequence[Any]:
-        """Return the router's descriptions of its nodes."""
+        """Return the router's descriptions of its nodes, from its admin service."""
         with admin_of(self.address) as admin:
             found: Sequence[Any] = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
         return found
