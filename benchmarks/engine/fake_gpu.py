@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("fake_libcuda.c")
 CAPABILITY = (9, 0)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # options of mallopt(3)
 _MAX_WATCHED = 8
-# Beginnings of names of operators that launch nothing: they only allocate memory or make a view.
+# Operators that launch nothing on a GPU, because they only allocate memory or make a view.
 _NOT_LAUNCHED = (  # beginnings of names
     "empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "unbind",
     "transpose", "expand", "permute", "squeeze", "t.default", "split", "new_empty", "lift_fresh",

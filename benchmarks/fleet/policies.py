@@ -138,7 +138,7 @@ def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
 
 
 def verdict(rows: dict[str, Row]) -> str:
-    """Return the figures in which policy cost clearly loses to another policy; empty: none."""
+    """Return the figures in which the policy `cost` clearly loses to another; empty: none."""
     cost, others = rows["cost"], [row for name, row in rows.items() if not name.startswith("cost")]
     lost = [
         name

@@ -89,7 +89,7 @@ def make_engine(shape: str, device: str, **options: Any) -> Engine:
 def make_request(
     name: str, prompt: list[int], engine: Engine, max_tokens: int, temperature: float = 0.0
 ) -> Request:
-    """Make a request that runs until it has ``max_tokens`` output tokens."""
+    """Make a request that ends only when it has ``max_tokens`` output tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
     return Request.create(
         name,

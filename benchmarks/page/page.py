@@ -1,6 +1,7 @@
 """Writes docs/performance.md: rows with figures, missed targets, missing measurements.
 
-The page has no date, so equal files of results give an equal page. Refuses to know: single rows.
+The page has no date, so equal files of results give an equal page. Refuses to know: which rows the
+page has.
 """
 
 from __future__ import annotations

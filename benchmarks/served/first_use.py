@@ -300,7 +300,7 @@ def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
 
 
 def measure(model: str, shape: str, kind: str, log: Path) -> Start:
-    """Start a system, and send requests of one kind, one after another."""
+    """Start a fresh system, and send it requests of one kind, one after another; measure both."""
     chance = random.Random(f"{kind} {time.time()}")
     requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
     with fresh_system(model, shape, log) as (pid, address, ready_s):

@@ -37,7 +37,7 @@ class Load:
         output_tokens: number of tokens of each output.
         num_streams: number of users, each with one open request at a time; 0: requests arrive at
             ``rate``.
-        rate: requests per second.
+        rate: requests per second, if there are no users.
         turns: number of user messages of a chat, which sends its whole history at each turn; 0:
             completions.
         num_requests: number of requests; 0: as many as arrive in the given seconds.
@@ -61,7 +61,7 @@ class Answer:
     """The answer to one streamed request.
 
     Attributes:
-        turn: turn of the chat, from 1; 0: a completion.
+        turn: number of the chat's turn, from 1; 0: the request is a completion.
         times: arrival time of each piece of text, on the clock of ``sent_at``.
         num_tokens: number of output tokens by the server's count.
         error: text of the error; "": no error.

@@ -203,7 +203,7 @@ def document_of(found: Found) -> Mapping[str, object]:
 
 
 def some_of(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names; raise SystemExit for an unknown name."""
+    """Return the names if all are among ``known``; raise SystemExit for an unknown name."""
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"must be of {', '.join(known)}, got {unknown[0]!r}")
     return list(names)

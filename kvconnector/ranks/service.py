@@ -68,7 +68,7 @@ def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
 
     Args:
         memory: this rank's KV memory.
-        argument: an encoded `Open`.
+        argument: an encoded `Open` message.
     """
     transport = open_transport(msgspec.msgpack.decode(argument, type=Open), memory)
     try:

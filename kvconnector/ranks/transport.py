@@ -195,7 +195,9 @@ class RanksTransport:
         self.scratch = RanksScratch(local.scratch, self.call)
 
     def call(self, make: Callable[[int], Call], own: Callable[[], Any]) -> list[Any]:
-        """Send a call to the other ranks, and run ``own`` here; return this rank's answer first.
+        """Call all other ranks, and run ``own`` here; return this rank's answer, then the others.
+
+        ``make`` returns the message for the number of the call.
 
         Raises TransferError if a rank does not answer, or answers with a problem.
         """

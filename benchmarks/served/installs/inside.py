@@ -28,7 +28,7 @@ LOGS, OUTPUT = Path("/tmp/logs"), Path("/tmp/output")
 
 
 def main(model: str, baton: Sequence[str]) -> int:
-    """Ask the model; return the exit code."""
+    """Start `baton up`, ask the model, and print the results; return the exit code."""
     command = [*baton, "up", "--model", model, "--log-folder", str(LOGS)]
     command += ["--ready-timeout-s", str(READY_TIMEOUT_S)]
     if model == TOY:
@@ -52,7 +52,7 @@ def main(model: str, baton: Sequence[str]) -> int:
         memory = memory_mib()
     finally:
         if up.poll() is None:
-            os.killpg(up.pid, signal.SIGINT)  # the signal of Ctrl-C
+            os.killpg(up.pid, signal.SIGINT)  # the signal that Ctrl-C sends
         try:
             up.wait(60)
         except subprocess.TimeoutExpired:

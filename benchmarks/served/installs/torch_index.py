@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from baton.access.dev_certificates import DevCA, Holder
 
 HOST = "download.pytorch.org"
-ADDRESS = "127.0.0.77"  # a loopback address
+ADDRESS = "127.0.0.77"  # the server's loopback address
 PREFIX = "/whl/cpu"
 
 
