@@ -171,7 +171,8 @@ class ConnectorMetrics:
 
     Attributes:
         pairs: number of peers, by state of the peer and by data path.
-        connections: peers with an open connection, including kept connections of departed peers.
+        connections: number of peers with an open connection, including departed peers whose
+            connections are kept.
         peer_failures: how often a peer was reported as silent or unreachable.
         sent_bytes, sent_blocks: bytes and blocks of all posted writes, including repeated writes; 0
             on a decode node.

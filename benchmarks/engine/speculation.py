@@ -230,7 +230,7 @@ def compare_drafters(
 
 
 def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: Options) -> None:
-    """Measure prompt lookup with SmolLM2."""
+    """Measure prompt lookup with SmolLM2 on one task, such as editing code."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**29}
     drafts: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
     plain = LLM(str(model), **of_engine)

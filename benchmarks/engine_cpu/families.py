@@ -173,7 +173,7 @@ class Options:
         rounds: number of rounds; each engine has a new process per row and round.
         tokens: number of decode steps per case.
         context: number of tokens of the long context in the attention rows.
-        peers: other engines; llamacpp is built if needed.
+        peers: other engines to time; llamacpp is built if it is missing.
     """
 
     threads: int = 2

@@ -130,7 +130,7 @@ async def kill_in_turns(site: Site) -> None:
 
 
 async def break_links_twice(site: Site) -> None:
-    """Cut two links for 0.3 s, one after the other; both processes keep running."""
+    """Cut two nodes' links for 0.3 s, one after another; both processes keep running."""
     await asyncio.sleep(site.draw.uniform(0.2, 0.4) * site.drill.seconds)
     for name in site.draw.sample(sorted(site.joined.links), 2):
         site.joined.links[name].break_for(0.3)

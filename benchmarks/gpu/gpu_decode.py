@@ -57,9 +57,9 @@ class ReplayTimer:
         self._events.append((start, end))
 
     def take_ms(self) -> tuple[list[float], list[float]]:
-        """Return the milliseconds of each replay since the last call, and of each gap between.
+        """Return the ms of each replay since the last call, and of each gap between replays.
 
-        Wait for the device before.
+        The device must finish all work first, so this waits.
         """
         torch.cuda.synchronize()
         events, self._events = self._events, []

@@ -1,4 +1,4 @@
-"""Peers: the table of one end's peers, with a state for each peer.
+"""Peers: the table of one end's peers, with the state of each peer.
 
     GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or unreachable; may return
         `----------`-------------`-> LEAVING -> gone
