@@ -48,7 +48,7 @@ class Chapter:
     names: tuple[str, ...]
 
 
-# The day path: every file that decides something about a request without failures.
+# The day path: every file that decides something about a request that meets no failures.
 DAY = (
     Chapter(
         "At the router",

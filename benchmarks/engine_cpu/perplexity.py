@@ -77,7 +77,7 @@ def run(run: Run, windows: int = 24, tokens: int = 512, demo: bool = False) -> N
 
     Args:
         tokens: number of tokens of a window.
-        demo: score code with the demo model.
+        demo: whether to score code with the demo model.
     """
     model = str(DEMO_MODEL) if demo else fetch_model(run.console, SMOLLM2)
     if model is None:

@@ -390,7 +390,8 @@ async def run_all(
             listen=free_address(),
             num_prefill=2,
             num_decode=2,
-            # The hand-off should fail.
+            # Without --no-local-prefill, a decode node could compute the prompt if the hand-off
+            # fails.
             router_args=["--no-local-prefill", "--served-model-name", "demo", *root, *named],
             node_args=[
                 *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
@@ -442,7 +443,7 @@ def run(
     """Run the drills; every broken promise counts as a problem.
 
     Args:
-        short: run two drills, and save nothing.
+        short: whether to run only two drills, and save nothing.
         only: part of the names of the drills to run; nothing is saved.
         seed: seed of the drills; -1: random.
         speculative_method: none, ngram, or a drafter of the demo model.

@@ -187,7 +187,7 @@ def measure_attention(
 
 
 def measure_prompts(repetitions: int) -> list[dict[str, object]]:
-    """Measure a prompt's attention and a step's linear layers, in multiplications per second."""
+    """Measure a prompt's attention and a step's linear layers, both in GFLOP/s."""
     rows: list[dict[str, object]] = []
     num_heads, num_kv_heads, head_dim = PROMPT_HEADS
     native = native_ops()

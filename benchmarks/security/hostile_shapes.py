@@ -1,7 +1,7 @@
 """Send more than 300 kinds of hostile requests (shapes) to a real split system, one by one.
 
 While each request is served or refused, a probe asks for /health, and another client streams
-outputs:
+outputs.
 
     python -m benchmarks hostile_shapes [--only TEXT] [--timeout 20]
 

@@ -197,7 +197,7 @@ class Options:
     append: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse unknown servers and rates that are not above 0."""
+        """Raise SystemExit for unknown servers, and for rates that are not above 0."""
         if unknown := [name for name in self.servers if name not in SERVERS]:
             raise SystemExit(f"servers: must be of {', '.join(SERVERS)}, got {unknown[0]!r}")
         if min(self.rates) <= 0:
