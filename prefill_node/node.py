@@ -92,7 +92,7 @@ class PrefillNode:
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
         self._traces = PrefillTraces(None, clock) if traces is None else traces
-        self._inbox = inbox or Inbox(PrefillCommand, engine, clock)
+        self._inbox = Inbox(PrefillCommand, engine, clock) if inbox is None else inbox
         self._outbox = Outbox(emit)
         self._jobs: dict[str, _Job] = {}
 
