@@ -47,7 +47,7 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048
-# Fraction of the training time with short sequences; then they are MAX_POSITIONS long
+# Sequences are MAX_POSITIONS long after this fraction of the training time, and shorter before
 LONG_PHASE = 0.85
 CHAT_FRACTION = 0.15
 MAX_FUNCTION_LINES = 40

@@ -84,8 +84,8 @@ class Slices:
         """Return the byte ranges of a block by pair of ranks, in the order of `pairs`.
 
         Args:
-            kind: number of a KV group; its blocks are sliced like those of all groups with this
-                number in `kinds`.
+            kind: number of a KV group. All groups that have this number in `kinds` are sliced in
+                the same way.
             layers: range of layers, counted over all ranks; None: all layers.
         """
         if layers == (0, self._writers.layers_per_unit):

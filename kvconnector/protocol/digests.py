@@ -1,4 +1,4 @@
-"""Digests of blocks: D checks that the bytes in its memory are the bytes that P sent.
+"""Digests of blocks: a decode node (D) checks that it has the bytes that a prefill node (P) sent.
 
     P  digest of its memory when it posts a piece -> Digests, when the piece is complete
     D  digest of its own memory                   -> equal: verified; else Resend, which counts

@@ -1,4 +1,4 @@
-"""Messages between sender and receiver: short, typed, checked when decoded.
+"""Messages between a prefill node (P) and a decode node (D): short, typed, checked when decoded.
 
 P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
 P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult
@@ -43,7 +43,7 @@ Places = Annotated[list[Count], msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base class of all messages; ``engine_id`` is the sender's engine id."""
+    """Base class of all messages; ``engine_id`` is the engine id of the node that sends it."""
 
     engine_id: Name
 

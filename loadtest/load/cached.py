@@ -58,7 +58,7 @@ class CacheReport:
         )
 
     def warning(self) -> str:
-        """Return a warning if so many tokens were cached that TTFT is a cache's; empty if not."""
+        """Return a warning if so many tokens were cached that TTFT shows the cache; else empty."""
         cached, shared = self.cached_share, self.shared_share
         if cached is None or shared is None:
             return ""

@@ -36,7 +36,7 @@ class RunClock:
         return self._now() - self.began_at
 
     async def sleep_until(self, moment_s: float) -> None:
-        """Sleep until a moment, never less; if it is over, only let other tasks run once."""
+        """Sleep until a moment, not shorter; if the moment has passed, let other tasks run once."""
         left_s = moment_s - self.now_s()
         await asyncio.sleep(max(left_s, 0))
         while (left_s := moment_s - self.now_s()) > _EARLY_S:  # noqa: ASYNC110  # time sets no event

@@ -23,8 +23,8 @@ LAST_CHUNK_TOKENS = 2048
 # is spread over many tokens.
 DECODE_WEIGHT = 0.5
 # A prompt delays all prompts that arrive before its node is idle again. If q prompts are queued,
-# about q more arrive while this prompt is computed (Little's law, random arrivals). These in turn
-# delay others: in all q / (1 - utilization), with an assumed utilization of one half.
+# about q more arrive until this prompt is done (Little's law, random arrivals). These delay further
+# prompts, so q / (1 - utilization) prompts are delayed in all. Assumes a utilization of one half.
 BUSY_FACTOR = 2.0
 # Computing a prompt on D must be cheaper by this margin, because the next prompt waits for it. If D
 # is idle, the margin shrinks with the share of the prompt that D must compute: a conversation with

@@ -1,4 +1,4 @@
-"""Simple parsers: the whole output as text, as one call, or as calls or text; only one call."""
+"""Simple parsers: an output is a text, or one call, or calls or a text; a filter drops calls."""
 
 from __future__ import annotations
 
