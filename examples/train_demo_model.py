@@ -271,7 +271,7 @@ def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> l
 
 
 def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.ndarray]]:
-    """Encode the chats about all functions in the modules ``texts``; a list per way to ask."""
+    """Encode chats about all functions in the modules ``texts``; return a list per way to ask."""
     wrapped = wrap_tokenizer(tokenizer)
     functions = list(dict.fromkeys(fn for text in texts for fn in find_functions(text)))
     variants = []

@@ -126,7 +126,7 @@ def _tensor(path: Path, name: str, place: StoredTensor) -> AdapterTensor:
 def _module(
     path: Path, row: Architecture, alpha: float, stored: str, parts: Mapping[str, AdapterTensor]
 ) -> AdaptedModule:
-    """Make the adapted layer of one layer's tensors; check that both are there and fit together."""
+    """Make an adapted layer from its A and B; check that neither is missing and they fit."""
     for kind in (_A, _B):
         if kind not in parts:
             raise wrong_tensor(path, f"{stored:.200}{kind}", "is missing")

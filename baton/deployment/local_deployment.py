@@ -593,7 +593,7 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 
 def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[list[int]]:
-    """Return the cores of each node: disjoint sets if possible, else one core per rank in turn.
+    """Return the cores of each node: disjoint sets, or if there are too few, one core per rank.
 
     Args:
         num_ranks: number of ranks of each node, of which each gets cores of its own.

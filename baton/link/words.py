@@ -68,7 +68,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """Duration of one step that decoded a token of each request on an otherwise idle node.
+    """Duration of one decode step, with a token of each request, on an otherwise idle node.
 
     Attributes:
         num_context_tokens: tokens before each request's decoded token, summed over all requests.

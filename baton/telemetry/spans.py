@@ -17,7 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-MAX_STATE_CHARS = 512  # W3C requires that so many are forwarded; longer states are dropped
+MAX_STATE_CHARS = 512  # W3C demands that states up to this length are forwarded
 
 _PARENT = re.compile(
     r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII | re.DOTALL

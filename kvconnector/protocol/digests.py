@@ -346,8 +346,8 @@ class DigestVerifier:
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        # A Commit that comes again after this time was repeated by the sender; an earlier copy was
-        # duplicated by the network.
+        # If the same Commit arrives again after this time, the sender has repeated it; if it arrives
+        # again earlier, the network has duplicated it.
         elif now - arrival.asked_at >= REPEAT_S / 2:
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):

@@ -102,7 +102,7 @@ class ReceiveMachine:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether a peer may be writing a probe: only fast polling measures the right speed."""
+        """Return whether a peer may be writing a probe, for which the I/O loop must poll fast."""
         return self._slots.is_lent
 
     # ------------------------------------------------------------------ the node's wishes

@@ -63,8 +63,8 @@ class LoopLag:
         """Measure the event loop's lag until cancelled."""
         due_s = self._clock.now_s()
         while True:
-            # Missed measurements are not made up: a stop of one second is one measurement of a
-            # second.
+            # Measurements that were due during a stop are skipped: a stop of one second gives a
+            # single lag of one second.
             due_s = max(due_s, self._clock.now_s()) + _PROBE_EVERY_S
             await self._clock.sleep_until(due_s)
             now_s = self._clock.now_s()

@@ -259,7 +259,7 @@ def _check_loaded(loaded: Sequence[admin_pb2.NodeWeights]) -> None:
 
 
 def _drop(admin: AdminConnection, names: Sequence[str]) -> None:
-    """Let nodes drop the weights that they loaded but do not use, if they can be reached."""
+    """Let all nodes that can be reached drop the weights that they loaded but do not use."""
     for name in names:
         try:
             _ask(admin, name, "DROP")

@@ -115,7 +115,10 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
 
 
 def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
-    """Rewrite oneOf: make alternatives that limit only properties exclude each other."""
+    """Rewrite oneOf as alternatives that exclude each other.
+
+    Only alternatives that limit nothing but properties are rewritten.
+    """
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or not 1 < len(ways) <= _MAX_WAYS:
         return schema
@@ -210,7 +213,7 @@ class _Opposites:
 
 
 def _typed(ways: Sequence[Schema], types: Sequence[str]) -> list[Any]:
-    """Limit alternatives to the types that a keyword checks, because it accepts all other types."""
+    """Limit alternatives to the types that a keyword checks; the keyword allows all other types."""
     return [{"type": list(types), **way} for way in ways] if types else []
 
 

@@ -98,7 +98,8 @@ class PrefixIndex:
         self._places: list[_Holder | None] = []  # nodes by bit; None: the bit is free
         # Removed nodes whose blocks must still be dropped, oldest first
         self._leaving: deque[_Holder] = deque()
-        # Removed nodes whose bits only the placement memory still has, oldest first.
+        # Removed nodes without entries here; the placement memory may still have their bits. Oldest
+        # first.
         self._fading: deque[_Holder] = deque()
         self._exact = 0  # bits of nodes that have sent a snapshot and no gap since
         self._inexact = 0  # bits of nodes for which prompts sent to them count as cached
