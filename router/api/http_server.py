@@ -487,7 +487,7 @@ def _ask_for_key(error: BatonError) -> web.Response:
 
 
 def _checking_expectations(handle: _Handle) -> _Handle:
-    """Wrap aiohttp's handler to refuse an unknown `Expect` header itself.
+    """Wrap aiohttp's handler, so that this server itself refuses an unknown `Expect` header.
 
     aiohttp would quote the header's value, and fail if the value is not UTF-8.
     """

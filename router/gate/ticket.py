@@ -71,7 +71,7 @@ class Ticket:
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether the request begins before other tenants': its priority is negative."""
+        """Return whether a negative priority lets the request begin before other tenants' requests."""
         return self.order[0] < 0
 
     @property

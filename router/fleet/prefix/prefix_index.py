@@ -66,8 +66,8 @@ class PrefixIndex:
     """Indexes the prefix caches of one base model's nodes, on the router's event loop.
 
     Args:
-        max_blocks: maximum number of (node, block) entries. Further blocks are left out; prompts
-            that were sent to their nodes count as cached there.
+        max_blocks: maximum number of (node, block) entries. Further blocks are left out; then
+            prompts that were sent to the blocks' nodes count as cached there.
         max_placed_blocks: maximum number of blocks whose placement is remembered.
         placement_lifetime_s: longest time that a placement is remembered.
         sweep_blocks: number of entries of removed nodes that are dropped at a time; dropping more

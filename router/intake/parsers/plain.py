@@ -1,4 +1,4 @@
-"""Simple parsers: an output is a text, or one call, or calls or a text; a filter drops calls."""
+"""Simple parsers: of a text, of one call, of calls or a text; and a filter for the first call."""
 
 from __future__ import annotations
 
