@@ -89,7 +89,7 @@ class LocalDeploymentConfig:
         insecure: whether to listen beyond loopback without TLS or authentication.
         ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the
             cluster in RAY_ADDRESS, or a new cluster on this machine; None: no Ray.
-        lend_cores: whether nodes also compute on cores of other nodes that are idle.
+        lend_cores: whether nodes also compute on idle cores of other nodes.
     """
 
     model: str

@@ -42,7 +42,7 @@ _TELL_AGAIN_S, _MAX_TOLD = 60.0, 100
 # Maximum number of bytes read from a connection at a time. asyncio's own 256 KiB would block the
 # loop for half a second if they came as chunks of one byte.
 _READ_BYTES = 2**14
-_MAX_LOOKED_AT = 64  # maximum number of connections among which one to close is searched
+_MAX_LOOKED_AT = 64  # maximum number of connections to look at when one must be closed
 
 
 class Connection(asyncio.BufferedProtocol):

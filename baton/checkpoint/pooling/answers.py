@@ -64,7 +64,7 @@ def _made_by(setup: PoolingSetup) -> str:
 
 
 def prompt_before(setup: PoolingSetup, name: str | None) -> str:
-    """Return the prompt, a text of the checkpoint to put before an input.
+    """Return a prompt of the checkpoint: a text to put before an input.
 
     Args:
         name: name of the prompt; None: the checkpoint's default prompt; empty: no prompt.
