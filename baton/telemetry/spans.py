@@ -158,5 +158,5 @@ def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
 
 
 def random_id(num_bytes: int) -> bytes:
-    """Return a random id of ``num_bytes``, which is not all zeros: for W3C this means "no id"."""
+    """Return a random id of ``num_bytes``, never all zeros, which for W3C mean "no id"."""
     return (random.getrandbits(8 * num_bytes) or 1).to_bytes(num_bytes, "big")

@@ -346,8 +346,8 @@ class DigestVerifier:
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        # If the same Commit arrives again after this time, the sender has repeated it. Before, the
-        # network may have duplicated it.
+        # If the same Commit arrives again after this time, the sender has repeated it. An earlier
+        # copy may be a duplicate that the network made.
         elif now - arrival.asked_at >= REPEAT_S / 2:
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):

@@ -24,7 +24,7 @@ _POLL_S = 0.1
 _NO_REQUEST = "null block"  # owner of a block that is always held, which is no leak
 _MOST_REQUESTS = 2**31 - 1  # maximum length of a list; more than can be open
 
-# (node name, id of the request that holds the block or empty, block id)
+# (node name, id of the request that holds the block; empty: none does, block id)
 Block = tuple[str, str, int]
 
 
