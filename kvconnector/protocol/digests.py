@@ -202,7 +202,7 @@ class DigestTeller:
         self._posted[write.engine_id, write.key].append(digests)
 
     def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Return messages with the digests of a transfer's oldest write; none if it failed."""
+        """Return the digests of a transfer's oldest write in messages; none if the write failed."""
         digests = self._take_off(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
