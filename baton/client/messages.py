@@ -135,7 +135,7 @@ class Progress:
         return delta
 
     def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
-        """Return the pause before the next call in seconds if the connection broke; else raise."""
+        """Return the seconds to pause before the next call; raise ``problem`` if there is none."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
             raise problem from None
@@ -320,7 +320,7 @@ def join_beams(deltas: Sequence[TextDelta], beams: BeamSearchParams) -> list[lis
 
 def _beam(output: Completion, beams: BeamSearchParams) -> BeamCompletion:
     logprob = 0.0
-    for token in output.logprobs:  # in the order of `BeamSearch`, for an equal sum
+    for token in output.logprobs:  # added in `BeamSearch`'s order, so sums are equal
         logprob += token.logprob
     return BeamCompletion(
         text=output.text,
