@@ -13,14 +13,12 @@ from baton.api.outputs import PrefillReceipt, RequestDelta
 from baton.link.words import (
     CancelCommand,
     DecodeCommand,
-    EncodeCommand,
     NodeRole,
     PrefillCommand,
     RequestError,
 )
 from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
-from router.fleet.encode_places import EncodePlaces, EncodePlan
 from router.fleet.node import LegDelta, LegWork, Node
 
 # Seconds after the router's deadline at which nodes end a request themselves, in case the router
@@ -38,8 +36,6 @@ class Attempt:
         prefill: None if the decode node computes the prompt.
         decode: None if the prefill node's token is the last one.
         buffer: receives the tokens; already holds the tokens of earlier attempts.
-        encodings: where the images are encoded, and the table that counts this work; None: the
-            node that computes the prompt encodes.
 
     Attributes:
         prefill_receipt: receipt of the prefill node; None before its first token.
@@ -57,12 +53,11 @@ class Attempt:
         decode: Node | None,
         buffer: OutputBuffer,
         terms: AttemptTerms,
-        encodings: tuple[EncodePlan, EncodePlaces] | None = None,
     ) -> None:
-        self._images, self._encodings = call.images, encodings
         self.prefill = prefill
         self.decode = decode
         self.epoch = terms.epoch
+        self._encodings = terms.encodings
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
         self._request_id = call.scoped_id
@@ -129,33 +124,11 @@ class Attempt:
                     decode_engine_id=peer,
                     images=call.images,
                     pooling=call.pooling,
-                    encode_engine_ids=self._encodings[0].engine_ids if self._encodings else (),
+                    encode_engine_ids=self._encodings.engine_ids,
                     **for_both,
                 )
             )
-            self._send_encode_commands(self.prefill, for_both["timeout_s"])
-
-    def _send_encode_commands(self, prefill: Node, timeout_s: float) -> None:
-        """Let encode nodes send their encodings to the prefill node, which expects them."""
-        if self._encodings is not None:
-            for node, images in self._encodings[0].by_node:
-                node.send(
-                    EncodeCommand(
-                        request_id=self._request_id,
-                        epoch=self.epoch,
-                        prefill_engine_id=prefill.engine_id,
-                        timeout_s=timeout_s,
-                        images=images,
-                    )
-                )
-
-    def _end_encodings(self) -> None:
-        """Cancel images that wait on encode nodes; safe to repeat."""
-        if self._encodings is not None:
-            (plan, places), self._encodings = self._encodings, None
-            places.close(plan)
-            for node, _ in plan.by_node:
-                node.send(CancelCommand(self._request_id, self.epoch))
+            self._encodings.send_commands(for_both["timeout_s"])
 
     @property
     def nodes(self) -> list[Node]:
@@ -228,12 +201,7 @@ class Attempt:
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
             prefill.relieve_leg(self.epoch)
-            if self._encodings is not None:
-                (plan, places), self._encodings = self._encodings, None
-                places.note_computed(plan, self._images, item.delta.prefill)
-                if item.delta.prefill.num_encodings_lost:  # they may still wait for their turn
-                    for node, _ in plan.by_node:
-                        node.send(CancelCommand(self._request_id, self.epoch))
+            self._encodings.note_computed(item.delta.prefill)
         if self._kv_arrived:  # the prefill node has nothing more to report
             prefill.close_leg(self.epoch)
 
@@ -245,7 +213,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
-        self._end_encodings()
+        self._encodings.end()
         for node in self.nodes:
             node.close_leg(self.epoch)
             # After the decode node's last token, neither node works on the call any more.

@@ -15,6 +15,7 @@ from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.fleet.adapter_places import NO_SOURCE, AdapterSource
+from router.fleet.encodings.encode_work import EncodeWork
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
 
@@ -109,6 +110,7 @@ class AttemptTerms:
     Attributes:
         epoch: identifies the attempt in the nodes' deltas.
         timeout_s: seconds until the call's deadline.
+        encodings: the attempt's images on encode nodes.
         num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
         trace: the attempt's span, parent of the nodes' spans; None: the call is not traced.
         adapter_source: where nodes find the files of the call's adapter.
@@ -116,6 +118,7 @@ class AttemptTerms:
 
     epoch: int
     timeout_s: float
+    encodings: EncodeWork
     num_cached_tokens: int = 0
     trace: TraceContext | None = None
     adapter_source: AdapterSource = NO_SOURCE
