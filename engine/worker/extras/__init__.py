@@ -1,1 +1,1 @@
-"""Work of a step beside its tokens: encodings of images, and numbers of pooled prompts."""
+"""Work of a step beside its forward: encodings, pooled numbers, and tokens of other ranks."""
