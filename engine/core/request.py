@@ -18,7 +18,7 @@ from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash, extra_keys_of
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.images.prompt_images import PromptImages
 
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from baton.api.errors import BatonError, DamagedModelError
 from baton.api.outputs import RequestDelta
 from engine.core.drafts import ALL, DraftPolicy, Drafts
-from engine.core.grammar import GrammarState, MaskMaker
-from engine.core.grammar_steps import GrammarSteps
+from engine.core.grammars.grammar import GrammarState, MaskMaker
+from engine.core.grammars.grammar_steps import GrammarSteps
 from engine.core.images.image_steps import ImageSteps
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters

@@ -15,7 +15,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
