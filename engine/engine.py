@@ -213,7 +213,7 @@ class Engine:
         started = time.monotonic()
         if not self.executor.runs_ahead:
             result = self._compute(scheduled, after_layer)
-        elif self._scheduler.num_stages > 1:
+        elif self._scheduler.in_flight.num_stages > 1:
             result = self._fill_stages(scheduled, after_layer)
         else:
             result = self._begin(scheduled, after_layer)
@@ -250,7 +250,7 @@ class Engine:
         """Launch a step; end the oldest one if all stages have a step, or nothing was launched."""
         if scheduled.scheduled:
             self._launch(scheduled, after_layer)
-            if len(self._in_flight) < self._scheduler.num_stages:
+            if len(self._in_flight) < self._scheduler.in_flight.num_stages:
                 return StepResult()
         return self._end_oldest() if self._in_flight else StepResult()
 

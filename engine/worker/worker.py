@@ -188,7 +188,7 @@ class Worker:
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
             *(loaded, memory.tensor, self.max_model_len),
-            # With stages, plans contain all tokens (`engine/core/scheduler.py`).
+            # With stages, plans contain all tokens (`engine/core/steps_in_flight.py`).
             sends_tokens=self.runs_ahead and self._ranks.num_stages == 1,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects

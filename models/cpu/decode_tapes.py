@@ -58,8 +58,8 @@ class DecodeTapes:
 
     Args:
         ops: native ops, whose calls are recorded.
-        num_batches: batches that take turns (`Scheduler.num_stages`); a shape that comes twice in
-            so many steps counts as twice in a row.
+        num_batches: batches that take turns (`StepsInFlight.num_stages`); a shape that comes
+            twice in so many steps counts as twice in a row.
 
     Attributes:
         num_batches: the argument, unchanged.

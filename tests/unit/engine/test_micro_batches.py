@@ -21,7 +21,7 @@ class Pipeline:
     """Steps of a scheduler in flight, as `Engine.execute` keeps them."""
 
     def __init__(self, scheduler: Scheduler, num_stages: int) -> None:
-        scheduler.num_stages = num_stages
+        scheduler.in_flight.num_stages = num_stages
         self.scheduler, self._num_stages = scheduler, num_stages
         self._in_flight = deque[SchedulerOutput]()
 
