@@ -26,10 +26,10 @@ from prefill_node.spans import PrefillTraces
 
 @dataclass(slots=True)
 class Job:
-    """A prefill command in progress.
+    """A prefill command in progress, with its request.
 
     Attributes:
-        encodings: encodings that encode nodes send for it; None: none.
+        encodings: the encodings that encode nodes send for the prompt; None: they send none.
     """
 
     command: PrefillCommand
@@ -64,7 +64,7 @@ class Jobs:
     Args:
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        arrivals: encodings that encode nodes send; None: this node encodes all images.
+        arrivals: receives encodings from encode nodes; None: this node encodes all images.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Jobs:
         self._jobs[job.command.request_id] = job
 
     def note_scheduled(self, scheduled: SchedulerOutput) -> None:
-        """Count each scheduled chunk, and note when a request's first chunk was scheduled."""
+        """Record in traces that chunks are scheduled, and when the first chunk of a request was."""
         for item in scheduled.scheduled:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1

@@ -50,7 +50,7 @@ class PrefillNode:
         emit: sends events to the router; called on this node's thread.
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
-        inbox: queue of commands; None: one that does not read any files of adapters.
+        inbox: queue of commands; None: a queue that cannot read the files of adapters.
         jobs: table of open commands; None: without tracing, and without encode nodes.
     """
 
@@ -86,7 +86,7 @@ class PrefillNode:
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         continued = self._answer(result)
-        self._outbox.flush()  # before any push: a client waits for token 1
+        self._outbox.flush()  # before pushes, as clients wait for token 1
         self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
@@ -119,14 +119,14 @@ class PrefillNode:
         )
 
     def requests(self) -> list[RequestView]:
-        """Return all open requests; safe from any thread."""
+        """Return all open requests of this node, for operators; safe from any thread."""
         local = [job for job in self.jobs.open() if not job.command.decode_engine_id]
         now = self._clock()
         views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
-        """Return the owners of all blocks; call between steps, on this node's thread."""
+        """Return which owners hold which blocks; call between steps, on this node's thread."""
         return take_ledger(self.engine, self.push_tracker.held())
 
     def handoff_metrics(self) -> HandoffMetrics:
@@ -136,7 +136,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ commands
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End a request, or its hand-off if token 1 was already sent."""
+        """End a request, or only its hand-off if token 1 was sent already."""
         if self.jobs.has(request_id, epoch):
             self._end(request_id)
         else:
@@ -144,7 +144,7 @@ class PrefillNode:
             self.jobs.end_trace(request_id, epoch)
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests and hand-offs that the abort concerns."""
+        """End all requests and hand-offs that an abort message of the router concerns."""
         for job in self.jobs.open():
             if abort.concerns(job.command.request_id):
                 self._end(job.command.request_id)
@@ -152,7 +152,7 @@ class PrefillNode:
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
-        """Connect to a decode node or an encode node; raises TransferError."""
+        """Connect to a decode node or an encode node; raises TransferError if this fails."""
         if not self.jobs.connect_encode_node(peer):
             self.sender.connect(peer)
 
@@ -162,7 +162,7 @@ class PrefillNode:
         self.jobs.lose_encode_node(engine_id)
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
-        """Queue a prompt, and its hand-off if a decode node continues."""
+        """Queue a prompt in the engine, and track its hand-off if a decode node continues."""
         if self.jobs.get(command.request_id) is not None:
             self._end(command.request_id)
         engine = self.engine
@@ -189,16 +189,16 @@ class PrefillNode:
     # ------------------------------------------------------------------ results
 
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Queue each token 1 for the router.
+        """Queue every token 1 of a step for the router.
 
-        Return the outputs that a decode node continues, by id.
+        Return the outputs that a decode node continues, by request id.
         """
         continued = {}
         self.jobs.note_computed(result.scheduled)
         for output in result.outputs:
             now = self._clock()
             job, receipt = self.jobs.finish(output.request_id, now)
-            # The engine stops after one token, even if a decode node continues the output.
+            # The engine ends each request after one token, also if a decode node continues.
             goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             reason = None if goes_on else output.finish_reason
             delta = msgspec.structs.replace(
@@ -219,7 +219,7 @@ class PrefillNode:
         return continued
 
     def _end_failed(self) -> None:
-        """End requests that the engine cannot continue."""
+        """End the requests that the engine cannot continue, and tell the router."""
         for request_id, error in self.engine.take_failures():
             job = self.jobs.get(request_id)
             if job is not None:
@@ -227,7 +227,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether token 1 ends the output, even without this node's one-token limit."""
+        """Return whether token 1 ends the output, whatever this node's limit of one token."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full
@@ -239,14 +239,14 @@ class PrefillNode:
             case _:
                 if not self.push_tracker.settle(event):
                     self.jobs.end_trace(event.request_id, event.epoch)
-                elif not event.reason:  # the decode node cancelled the request; the router knows
+                elif not event.reason:  # cancelled by the decode node: the router knows
                     if self.jobs.has(event.request_id, event.epoch):
                         self._end(event.request_id)
                 else:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
-        # An error about a request's field keeps its text, because the client wrote the field.
+        # Keep the text of an error about a field of the request, because it is for the client.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
         job = self.jobs.fail(request_id, epoch, message)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}
@@ -255,7 +255,7 @@ class PrefillNode:
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """Forget a request that was cancelled."""
+        """End a request that was cancelled, without telling the router."""
         self.jobs.end(request_id)
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")

@@ -1,1 +1,1 @@
-"""The router: serves the public API, places requests on pairs of nodes, streams tokens."""
+"""The router: serves the public APIs, places requests on pairs of nodes, streams their tokens."""

@@ -1,4 +1,4 @@
-"""Makes the parts of each base model, and the table of names."""
+"""Makes the pool, dispatcher, intake and metrics of each base model, and the table of names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Common:
 
     Attributes:
         gate: decides which nodes may join; node names are unique over all base models.
-        rates: what callers used of their limits per minute, over all base models.
+        rates: how much each caller has used of its limits per minute, over all base models.
     """
 
     config: RouterConfig
@@ -59,7 +59,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseParts:
-    """The parts of one base model. ``scaling`` tells autoscalers how busy its nodes are."""
+    """One base model, and ``scaling``, which tells autoscalers how busy the model's nodes are."""
 
     base: BaseModel
     scaling: ScalingSignals
@@ -69,8 +69,8 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
     """Make the parts of all base models; raises ConfigError.
 
     Args:
-        readers: readers of the texts of each base model, started before any thread; empty: start
-            them here.
+        readers: tokenizer and template processes of each base model, made before any thread
+            started; empty: make them here.
     """
     made: list[BaseParts] = []
     for number, model in enumerate(common.config.models):
@@ -82,13 +82,16 @@ def make_all_bases(common: Common, readers: Sequence[EarlyReaders]) -> list[Base
 
 
 def join_pools(config: RouterConfig, bases: Sequence[BaseModel]) -> NodePools:
-    """Return the pools that nodes join; raises ConfigError if a node could not tell its pool."""
+    """Return the pool that nodes join: the only one, or one that sorts nodes by base model.
+
+    Raises ConfigError if the router could not tell a node's base model.
+    """
     pools = [base.pool for base in bases]
     return pools[0] if len(pools) == 1 else BasePools(pools, config.models)
 
 
 def make_names(config: RouterConfig, bases: Sequence[BaseModel]) -> NameTable:
-    """Make the table of names from the names file, or else from the options; raises ConfigError."""
+    """Make the table of names from the names file, or from the options; raises ConfigError."""
     if not config.names_file:
         file, served = None, []
     else:
@@ -140,7 +143,7 @@ def make_pool(
     """Make the pool of one base model's nodes.
 
     Args:
-        router_id: id of the router; None: draw an id, for the router's first pool.
+        router_id: id of the router, which all its pools share; None: draw a new id.
     """
     config = common.config
     return NodePool(
@@ -199,7 +202,7 @@ def make_intake(
 def _make_image_reader(
     config: RouterConfig, folder: Path, tokenizer: Tokenizer | None
 ) -> ImageReader | None:
-    """Make the reader of images; None: the model takes no images."""
+    """Make the reader of images; return None if the model takes no images."""
     if tokenizer is None or config.images.max_images == 0:
         return None
     layout = layout_of(folder, tokenizer)

@@ -1,4 +1,4 @@
-"""RouterConfig: a router's options and their checks."""
+"""RouterConfig: the options of a router, and checks of their values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from router.intake.images.image_options import ImageOptions
 from router.intake.text_options import TextOptions
 from router.policies import POLICIES
 
-DRAIN_DELAY_S = 5.0  # seconds in which load balancers notice that the router is not ready
+DRAIN_DELAY_S = 5.0  # seconds that load balancers need to notice that the router is not ready
 _CERTS = "--tls-require-client-certs"
 _KEYS = "--api-keys-file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Options of the router; raises ConfigError naming the field."""
+    """Options of the router; a wrong value raises ConfigError, which names the field."""
 
     model: str = option(
         further="more_models",
@@ -219,17 +219,17 @@ class RouterConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All base models, as the options name them."""
+        """All base models, as the options ``model`` and ``more_models`` name them."""
         return (self.model, *self.more_models)
 
     def may_self_prefill(self, policy: str) -> bool:
-        """Return whether decode nodes may compute prompts under this policy."""
-        # Other policies place requests on pairs only
+        """Return whether decode nodes may compute prompts themselves under this routing policy."""
+        # other policies always choose a prefill node and a decode node
         return self.local_prefill and policy == "cost"
 
 
 def drain_delay_s(config: RouterConfig) -> float:
-    """Return for how many seconds a stopping router serves on while it reports not ready."""
+    """Return for how many seconds a stopping router still serves while it reports not ready."""
     from baton.access.exposure import is_public  # imported here, so that `--help` is fast
 
     if config.drain_delay_s is not None:
@@ -239,18 +239,18 @@ def drain_delay_s(config: RouterConfig) -> float:
 
 
 def requires_client_certs(config: RouterConfig, listen: str) -> bool:
-    """Return whether a gRPC listener requires client certificates.
+    """Return whether the gRPC listener at this address requires client certificates.
 
     gRPC either requires certificates or ignores them. A separate address for nodes and operators
-    requires certificates if the router has a CA. A shared address requires certificates only if all
-    callers must have one, because clients may use keys instead.
+    requires certificates if the router has a CA to verify them. A shared address requires
+    certificates only if the options say so, because clients may use keys instead.
     """
     is_private = bool(config.node_listen) and listen == config.node_listen
     return config.tls.require_client_certs or (is_private and config.tls.verifies_clients)
 
 
 def check_exposure(config: RouterConfig) -> None:
-    """Raise ConfigError for a listener that other machines can reach without protection."""
+    """Raise ConfigError if other machines can reach a listener that is not protected."""
     from baton.access.exposure import Exposure  # imported here, so that `--help` is fast
 
     tls = config.tls

@@ -1,4 +1,4 @@
-"""Divides the router's file descriptors among its APIs, so that no API takes all."""
+"""Divides the router's file descriptors among its APIs, so that no API can use up all of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 from baton.serving.connection_limits import ConnectionLimits, RpcLimits
 
-# Descriptors for files, logs, pipes of threads, and the router's own outgoing connections.
+# Number of descriptors left for files, logs, pipes of threads, and the router's outgoing
+# connections.
 _NUM_OWN = 64
-# Clients' share of the descriptors. It is below the overload level, because idle connections are no
-# overload.
+# Share of the descriptors for clients. It is smaller than the share at which the router counts as
+# overloaded, because idle connections are no overload.
 _CLIENTS_SHARE = 0.8
 _MIN_DESCRIPTORS = 256
-_NODES_SHARE = 1 / 4  # share of nodes and operators, if they have their own address
-# Descriptors per gRPC connection: the client's socket, and both ends of an internal connection.
+_NODES_SHARE = 1 / 4  # share for nodes and operators, if they have an address of their own
+# Number of descriptors per gRPC connection: the client's socket, and both ends of an internal
+# connection.
 _RPC_DESCRIPTORS = 3
 _MAX_NODES = 4096
-# Upper limit of the default number of clients: each client takes about 20 KiB of memory.
+# Without an option, at most this many clients may connect: each takes about 20 KiB of memory.
 _MAX_DEFAULT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """Limits of clients' connections; see `ConnectionLimits`."""
+    """Options that limit clients' connections; see `ConnectionLimits`."""
 
     max_connections: int = option(
         0,
@@ -60,7 +62,7 @@ class ConnectionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBudget:
-    """Limits of the router's listeners.
+    """How many connections each of the router's listeners may have.
 
     Attributes:
         http, public: limits of the HTTP API and of the public gRPC API.
@@ -75,7 +77,7 @@ class ConnectionBudget:
 def share_descriptors(
     num_descriptors: int, options: ConnectionOptions, *, own_address_for_nodes: bool
 ) -> ConnectionBudget:
-    """Divide the process's descriptors; some are left to the process itself.
+    """Divide the process's descriptors among the listeners; leave some to the process itself.
 
     Raises:
         ConfigError: the process has too few descriptors, or the options ask for more.

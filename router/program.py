@@ -1,4 +1,4 @@
-"""Assemble a router from its parts, and serve until told to stop."""
+"""Assembles a router from its parts, and serves until told to stop."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ from router.stopping import LAST_WORDS_S, HttpApi, stop_router
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # seconds to wait after the workers failed to start
-# Largest accepted priority number at the shed level.
+_RETRY_S = 1.0  # seconds until worker processes that could not be started are started again
+# Level of overload -> the largest priority number that is accepted.
 _LEAST_URGENT = {Level.NORMAL: math.inf, Level.SHED: 0, Level.CRITICAL: -math.inf}
 
 
@@ -80,7 +80,7 @@ class _Parts:
 
     @property
     def model_name(self) -> str:
-        """The default name for clients."""
+        """The default model name, which requests without a model name get."""
         return self.names.names[0]
 
     @property
@@ -93,7 +93,8 @@ async def serve(config: RouterConfig, readers: Sequence[EarlyReaders] = ()) -> N
     """Serve until told to stop; raises ConfigError for errors at the start.
 
     Args:
-        readers: parts of each base model, made before threads began; empty: make them now.
+        readers: tokenizer and template processes of each base model, made before threads began;
+            empty: make them now.
     """
     check_exposure(config)
     files = TlsFiles(config.tls) if config.tls else None
@@ -127,25 +128,26 @@ async def serve(config: RouterConfig, readers: Sequence[EarlyReaders] = ()) -> N
 
 
 def _shed(bases: Iterable[BaseParts], level: Level) -> None:
-    """Refuse less urgent requests of all base models, as the overload level demands."""
+    """Make all base models' gates refuse less urgent requests, as the overload level demands."""
     for one in bases:
         one.base.dispatcher.admission.shed(_LEAST_URGENT[level])
 
 
 def _name_of(names: NameTable, base: BaseModel) -> str:
-    """Return the first name of a base model."""
+    """Return the first name of a base model, or the model itself if it has no name."""
     return next((one.name for one in names.served if one.base is base), base.model)
 
 
 async def _run(parts: _Parts) -> None:
-    """Serve until told to stop."""
+    """Start the servers of an assembled router, and serve until told to stop."""
     config, access = parts.config, parts.access
     servers, intakes = _make_servers(parts), [base.intake for base in parts.names.bases]
     stopping = stop_event(loop := asyncio.get_running_loop())
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
         for listen, server in servers.items():
-            await server.set_serving(False)  # wait until the workers can read requests
+            # Not serving before the worker processes can read requests
+            await server.set_serving(False)
             address = await server.start(listen)
             logger.info("router of %s listens on %s", ", ".join(config.models), address)
         async with (
@@ -160,7 +162,8 @@ async def _run(parts: _Parts) -> None:
                 _become_ready([one.intake for one in parts.names.bases], servers.values(), stopping)
             ),
         ):
-            gc.freeze()  # collecting long-lived objects would pause all streams
+            # The garbage collector must not visit long-lived objects: that would pause all streams
+            gc.freeze()
             await stopping.wait()
             await stop_router(
                 parts.dispatchers,
@@ -180,7 +183,7 @@ async def _run(parts: _Parts) -> None:
 async def _become_ready(
     intakes: Iterable[Intake], servers: Iterable[RpcServer], stopping: asyncio.Event
 ) -> None:
-    """Report the router as serving once its workers are ready to read requests."""
+    """Wait until the worker processes can read requests, then report the router as serving."""
     while True:
         try:
             await asyncio.gather(*(intake.reader.prepare() for intake in intakes))
@@ -224,7 +227,7 @@ def _share_at_work(http: HttpApi | None) -> Callable[[], float]:
 
 @contextlib.asynccontextmanager
 async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
-    """Serve the HTTP API inside this context; yield None if it is disabled."""
+    """Serve the HTTP API inside this context; yield None if the router has no HTTP address."""
     config, files = parts.config, parts.files
     if not config.http_listen:
         yield None
@@ -278,7 +281,7 @@ async def _watching_all(bases: Iterable[BaseParts]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[None]:
-    """Notice silent nodes, and update scaling signals, inside this context."""
+    """Count missed beats and update scaling signals, inside this context."""
 
     async def count() -> None:
         while True:
@@ -286,7 +289,7 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
             try:
                 pool.count_missed_beats()
                 scaling.tick()
-            # Catch everything: if this task ended, silent nodes would go unnoticed
+            # Every error is caught: if this task ended, nobody would notice silent nodes.
             except Exception:
                 logger.exception("missed beats could not be counted")
 
@@ -296,9 +299,9 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
 
 @contextlib.asynccontextmanager
 async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a coroutine until the context ends.
+    """Run a coroutine in the background until the context ends.
 
-    If the coroutine fails, log the failure and continue.
+    A failure of the coroutine is logged, and the context continues.
     """
     task = asyncio.create_task(work)
     task.add_done_callback(_tell_failure)
@@ -315,7 +318,7 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 
 def _make_servers(parts: _Parts) -> dict[str, RpcServer]:
-    """Return servers by address: one for all callers, or one for clients and one for nodes."""
+    """Return the gRPC servers by address: one for all, or one for clients and one for nodes."""
     config, budget = parts.config, parts.budget
     inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     link = node_pb2.DESCRIPTOR.services_by_name["NodeLink"]

@@ -7,8 +7,8 @@
       router.attempt                                on these nodes; parent of their spans
       router.place, router.attempt ...              after a failure; linked to the failed one
 
-Commands to nodes carry the attempt's span, so that nodes' spans become its children. Spans up to
-the first attempt sum to the receipt's ``router_queue_s``.
+Commands to nodes name the attempt's span, so that nodes' spans become its children. The times of
+the spans before the first attempt add up to the receipt's ``router_queue_s``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.calls.request_log import AttemptRecord, RequestRecord
 
 
 class RequestSpans:
-    """Make the spans of one router's requests and pass them to a sink.
+    """Makes the spans of one router's traced requests, and passes them to a sink.
 
     Args:
         model: the model's name for clients.
@@ -41,7 +41,7 @@ class RequestSpans:
         self._sink = sink
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Make the spans of a traced request that has ended."""
+        """Make the spans of a traced request that has ended, and pass them on."""
         assert record.trace is not None
         assert record.ended_s is not None
         spans = [_request_span(record, record.trace, self._model)]
@@ -55,7 +55,7 @@ class RequestSpans:
             before = record.attempts[index - 1] if index else None
             spans.append(_attempt_span(record, record.trace, attempt, before))
             placed_from_s = attempt.failed_s
-        # The request ended before another place was found.
+        # The request ended while it was placed, before a further attempt began.
         if placed_from_s is not None and record.error_code:
             spans.append(child_span("router.place", record.trace, placed_from_s, record.ended_s))
         self._sink(spans, zero_of(lambda: time.perf_counter() - record.started_at))

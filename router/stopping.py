@@ -21,26 +21,26 @@ from router.calls.dispatcher import Dispatcher
 logger = logging.getLogger(__name__)
 
 WHY = "the router is stopping"
-LAST_WORDS_S = 1.0  # seconds in which errors reach the clients of remaining requests
+LAST_WORDS_S = 1.0  # seconds that clients of remaining requests have to receive the error
 _POLL_INTERVAL_S = 0.02
 
 
 class HttpApi(Protocol):
-    """The methods of the optional HTTP API that the rest of the router needs."""
+    """Parts of the optional HTTP API that `stop_router` and the overload signals use."""
 
     @property
     def num_at_work(self) -> int:
-        """Number of requests whose answers are not written yet."""
+        """Number of requests in progress, whose answers are not completely written."""
 
     @property
     def share_at_work(self) -> float:
-        """Share of the allowed connections that have a request at work."""
+        """Number of connections with a request in progress, divided by the allowed connections."""
 
     def announce_stop(self) -> None:
-        """Report not ready, and close each connection after its next answer."""
+        """Make ``/ready`` answer no, and close each connection after its next answer."""
 
     async def stop(self) -> None:
-        """Accept no new connections, and end those that exist."""
+        """Accept no new connections, and end the connections that exist."""
 
 
 async def stop_router(
@@ -51,12 +51,14 @@ async def stop_router(
     delay_s: float,
     timeout_s: float,
 ) -> None:
-    """Stop a router; returns when everything is closed.
+    """Stop a router; return when everything is closed.
 
     Args:
-        dispatchers: one per base model.
-        delay_s: time to serve on while not ready, so that load balancers notice.
-        timeout_s: time for open requests to end by themselves.
+        dispatchers: dispatcher of each base model.
+        servers: the gRPC servers.
+        http: the HTTP API; None: it is disabled.
+        delay_s: seconds to serve on while not ready, so that load balancers notice.
+        timeout_s: seconds that open requests have to end by themselves.
     """
     servers = list(servers)
     logger.info("stopping: not ready, serves on for %g s", delay_s)
@@ -82,7 +84,7 @@ async def stop_router(
 
 
 async def _end_calls(dispatcher: Dispatcher) -> None:
-    """End remaining calls, and disconnect the nodes."""
+    """End a base model's remaining calls with an error, and end the links of its nodes."""
     dispatcher.stop(WHY)
     await _until_none(lambda: dispatcher.num_open, LAST_WORDS_S / 2)
     for node in dispatcher.pool.nodes:
@@ -91,5 +93,5 @@ async def _end_calls(dispatcher: Dispatcher) -> None:
 
 async def _until_none(number: Callable[[], int], timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
-    while number() and time.monotonic() < give_up_at:  # noqa: ASYNC110  # only at the end
+    while number() and time.monotonic() < give_up_at:  # noqa: ASYNC110  # counts set no event
         await asyncio.sleep(_POLL_INTERVAL_S)

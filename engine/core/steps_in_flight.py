@@ -1,8 +1,10 @@
 """StepsInFlight: the launched steps that have not ended, and what a next step must leave to them.
 
-one stage         a request that samples in the running step counts one token more
-several stages    such a request is left for a later step, so that a plan contains all its tokens,
-                  and a step decodes at most its share of the requests that decode (ADR 0107)
+one stage         a request that samples in the running step is scheduled as if its next token were
+                  known
+several stages    a request that samples in a running step is left for a later step, so that a plan
+                  contains all its tokens, and a step decodes at most its share of the requests
+                  that decode (ADR 0107)
 
 Refuses to know: blocks, budgets of tokens, waiting requests.
 """
@@ -20,8 +22,8 @@ class StepsInFlight:
     """The steps in flight of one scheduler; each ends with its result, the oldest first.
 
     Args:
-        num_stages: pipeline stages, and so most steps in flight. With several, running requests
-            are divided into as many micro-batches.
+        num_stages: number of pipeline stages. With several stages, running requests are divided
+            into as many micro-batches, each a step in flight.
 
     Attributes:
         num_stages: the argument, unchanged.
@@ -50,9 +52,8 @@ class StepsInFlight:
     def limit_decodes(self, running: Iterable[Request], num_arrived: int) -> None:
         """Set how many requests decode in the next step, if all stages are to have equal work.
 
-        Requests in flight count, too. A request that is left out goes first in one of the next
-        steps: as long as requests are left out, all steps in flight have their full share, so the
-        last of them takes the rest.
+        Requests in flight count, too. A request that a step leaves out runs in one of the next
+        steps. While requests are left out, the steps in flight have full shares.
 
         Args:
             num_arrived: requests that start to decode, because their KV has arrived.
@@ -93,12 +94,12 @@ class StepsInFlight:
 def is_decoding(request: Request) -> bool:
     """Return whether a request computes one token in its next step."""
     num_known = request.num_tokens + request.num_tokens_pending
-    if num_known >= request.max_num_tokens:  # the step in flight samples the last token
+    if num_known >= request.max_num_tokens:  # the last token is being sampled
         return False
     return num_known - request.num_computed_tokens - request.num_tokens_in_flight <= 1
 
 
 def _awaits_result(request: Request) -> bool:
-    """Return whether a request's next tokens, or their sampling, depend on the steps in flight."""
+    """Return whether steps in flight must end before a request's next tokens can be scheduled."""
     wants_logprobs = request.sampling_params.prompt_logprobs is not None
     return bool(request.num_tokens_pending or request.changes_logits or wants_logprobs)

@@ -20,7 +20,7 @@ _MAX_NAME_CHARS = 256  # maximum number of characters of an adapter's name
 
 @dataclass(frozen=True, slots=True)
 class _NamedAdapter:
-    """The adapter registered under one name."""
+    """The adapter that is registered under one name, and the source of its files."""
 
     digest: AdapterDigest
     folder: Path
@@ -62,7 +62,7 @@ class NamedAdapters:
         self._let_adapter_leave(digest)
 
     def digest(self, name: str) -> AdapterDigest:
-        """Return the digest of an adapter by name.
+        """Return the digest of the adapter that a name refers to.
 
         An empty name means the base model, whose digest is empty.
         """
@@ -73,7 +73,7 @@ class NamedAdapters:
         return {name for name, one in self._adapters.items() if one.digest in digests}
 
     def load_again(self, names: Collection[str]) -> None:
-        """Reload the named adapters whose slots went to others; an empty name means the base model.
+        """Load those of the named adapters that were evicted; an empty name means the base model.
 
         Raises:
             InvalidRequestError: no adapter has one of the names.
@@ -93,7 +93,7 @@ class NamedAdapters:
             self._table.load(adapter, pinned=one.pinned, kept=digests)
 
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
-        """Unload an adapter unless another name still refers to it."""
+        """Unload the adapter with this digest, unless another name still refers to it."""
         is_named = any(one.digest == digest for one in self._adapters.values())
         if not is_named and digest in self._table.digests:  # already unloaded otherwise
             self._table.unload(digest)
@@ -108,7 +108,7 @@ class NamedAdapters:
 
 
 def _check_adapter_name(name: object) -> None:
-    """Raise InvalidRequestError for a name that is empty, too long or not printable."""
+    """Raise InvalidRequestError if a name is empty, too long or not printable."""
     if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable()):
         problem = f"must have a name of 1 to {_MAX_NAME_CHARS} printable characters"
         raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")

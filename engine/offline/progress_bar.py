@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if asked for; yield a function that advances the bar."""
+    """Show a progress bar if ``shown``; yield a function that advances the bar."""
     if not shown:
         yield lambda num: None
         return

@@ -19,7 +19,7 @@ def is_conversation(value: object) -> bool:
 
 
 def without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
-    """Return inputs for pooling as a list; raises InvalidRequestError for prompts with images."""
+    """Return a pooling method's inputs as a list; raises InvalidRequestError for images."""
     listed = [one for one in as_list(inputs) if not isinstance(one, Mapping)]
     if len(listed) < len(as_list(inputs)):
         raise InvalidRequestError("inputs", "must be texts or token ids, got images")

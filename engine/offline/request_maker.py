@@ -45,7 +45,7 @@ class RequestMaker:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, setup: PoolingSetup) -> None:
         self._engine, self._tokenizer, self._setup = engine, tokenizer, setup
-        self._numbers = itertools.count(1)  # counter of prompts, for request ids
+        self._numbers = itertools.count(1)  # a number per prompt, for its request ids
 
     def make_choices(
         self,

@@ -35,12 +35,12 @@ class ModelRunner:
         forward: runs the model, eagerly or by captured graphs.
         input_batch: persistent input buffers on the model's device.
         sampler: draws tokens.
-        extras: encodes images, pools prompts, makes drafts, and shares tokens with other ranks.
+        extras: encodes images, pools prompts, makes drafts, and exchanges tokens with other ranks.
         num_steps: maximum number of steps in flight, equal to that of the input batch.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
-        extras: see the arguments.
+        extras: the argument, unchanged.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelRunner:
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._device = device = input_batch.device
-        self._sampled = deque(  # host buffers for the tokens of steps in flight
+        self._sampled = deque(  # host buffers, one per step in flight
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
@@ -66,15 +66,14 @@ class ModelRunner:
         )
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
-        """Compute the planned tokens; return once their KV is in the cache."""
+        """Compute a planned step; return its result once the KV is in the cache."""
         return self.launch(self.prepare(plan), hooks).wait()
 
     def prepare(self, plan: StepPlan, *, eager: bool = False) -> AnyPreparedStep:
-        """Write a step's inputs into the rows and buffers.
+        """Write the inputs of a step into rows and buffers; return the step for `launch`.
 
         Args:
-            eager: whether `launch` will get an ``after_layer`` callback, so that no graph can be
-                replayed.
+            eager: whether `launch` gets an ``after_layer`` callback, which no graph supports.
         """
         batch = self._input_batch
         prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
@@ -84,7 +83,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive tensors still sent to this runner, which the next runner would read otherwise."""
+        """Receive tensors that were sent to this runner, which the next runner would read."""
         self._tokens.receive(self._input_batch.last_tokens)
 
     @torch.inference_mode()
@@ -100,15 +99,14 @@ class ModelRunner:
         graphs = self.decode_graphs.graphs
         assert graphs is not None
         assert hooks.after_layer is None, "the step was prepared for a replay"
-        # The replay may read tokens that the leader sampled before.
-        self._tokens.receive(self._input_batch.last_tokens)
+        self._tokens.receive(self._input_batch.last_tokens)  # tokens that the replay may read
         hidden, token_ids = graphs.replay(prepared)
         if not self._sampler.needs_host(prepared.sampling):
             launched = self._launched_step(prepared, token_ids, {}, started_at)
             return self.extras.draft(launched, hidden, hooks)
-        # Compute all logits again, which is rare: keeping them would take memory in every step.
+        # Compute all logits again: this is rare, and keeping them would take memory in every step.
         logits = self._model.compute_logits(hidden)
-        if not self._tokens.leads:  # only the leader has the grammars' masks
+        if not self._tokens.leads:  # only the leader has grammars' masks
             drawn = self._tokens.receive_instead(token_ids, prepared.num_requests)
             if drawn is not None:
                 graphs.correct(prepared, drawn)
@@ -134,7 +132,7 @@ class ModelRunner:
     def _sample(
         self, prepared: PreparedStep, hidden_states: Tensor, hooks: StepHooks, started_at: float
     ) -> LaunchedStep:
-        """Sample from an eager step's hidden states, `[num_tokens, hidden_size]`."""
+        """Sample from the hidden states of an eager step, `[num_tokens, hidden_size]`."""
         inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         sampling = prepared.sampling
         if sampling.request_ids:
@@ -154,13 +152,13 @@ class ModelRunner:
         logits = self._model.compute_logits(last, spans)
         if not self._tokens.leads:
             if self._device.type == "cuda":
-                # NCCL's first send waits for its receiver, which may never get another step.
+                # With NCCL, the first send waits for the receiver, so receive the tokens now.
                 self._tokens.receive(last_tokens)
             return self._launched_step(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
             launched = self._launched_step(prepared, token_ids, prompt_logprobs, started_at)
-            token_ids = token_ids.clamp(min=0)  # valid ids, because the next step embeds them
+            token_ids = token_ids.clamp(min=0)  # the next step embeds valid ids only
         else:
             launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at
@@ -170,7 +168,7 @@ class ModelRunner:
         return self.extras.draft(launched, hidden_states, hooks)
 
     def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
-        """Return the logits of some rows of the hidden states, `[n, vocab_size]`."""
+        """Return the logits of the given rows of the hidden states, `[n, vocab_size]`."""
         return self._model.compute_logits(hidden[rows.start : rows.stop], inputs.adapters_of(rows))
 
     def _launched_step(
@@ -180,7 +178,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """Queue the copy of the sampled tokens to the host; return the launched step."""
+        """Queue the copy of sampled tokens from device to host; return the launched step."""
         on_host = None
         if token_ids is not None:
             self._sampled.rotate(-1)
@@ -202,7 +200,7 @@ class ModelRunner:
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
-        """Sample on the host; return the finished step, and the tokens on the device."""
+        """Sample on the host; return the finished step, and its tokens on the device."""
         sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
             logits, sampling, hooks, prompt_logprobs, self.extras.draft_distributions

@@ -1,1 +1,1 @@
-"""The router's interfaces: gRPC, HTTP and the admin service. The interfaces decide nothing."""
+"""The router's APIs: gRPC, HTTP and the admin service. Other packages decide what happens."""

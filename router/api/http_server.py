@@ -1,4 +1,4 @@
-"""HttpServer: the paths of the HTTP API, on the router's own event loop."""
+"""HttpServer: serves all paths of the HTTP API, on the router's own event loop."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ POOLED: dict[str, _Serve] = {
     **dict.fromkeys(("/score", "/v1/score"), score),
     **dict.fromkeys(("/classify", "/v1/classify"), classify),
 }
-# Paths that run the model -> their handlers.
+# Path of each API that runs the model -> its handler.
 SERVED: dict[str, _Serve] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
@@ -106,7 +106,7 @@ SERVED: dict[str, _Serve] = {
     "/detokenize": detokenize,
     **POOLED,
 }
-# Kinds of request bodies that these handlers read.
+# Structs of the request bodies that the handlers above read.
 BODY_KINDS = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
     TokenizeRequest, DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest, EmbeddingRequest,
@@ -116,12 +116,13 @@ NOT_SERVED = (
     "/pooling", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech",
     "/v1/audio/transcriptions",
 )  # fmt: skip
-# The server reads and drops the rest of a body for this long, so the client gets its answer.
+# Seconds for which the server reads and drops the rest of a body after it has answered. Without
+# this, a client that is still sending would not read the answer.
 _LINGERING_S = 2.0
-# Unknown paths are open to any key, but not to callers without one, which must learn nothing of the
-# paths.
+# An unknown path requires a key with any role, so that callers without a key learn nothing about
+# the paths.
 _UNKNOWN_PATH = ANY
-# Kind of access in the audit log, by roles
+# Roles that a path requires -> the kind of access in the audit log.
 _NOTED = {LOOK: AuditKind.LOOKED, OPERATE: AuditKind.CHANGED}
 _RATE_WORDS = {REQUESTS: "requests", TOKENS: "tokens"}
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -135,7 +136,7 @@ class HttpServer:
         metrics: the metrics page.
         strict_fields: whether a field without effect is an error.
         access: authenticates callers and checks their roles.
-        cors_origin: origin whose web pages may call ("*": any origin); empty: no origin.
+        cors_origin: origin whose web pages may call this API ("*": any origin); empty: none.
         grace_s: seconds that requests in progress have to end when the server stops.
         limits: limits of clients' connections.
         overload: decides when requests are refused because the router is overloaded.
@@ -192,13 +193,13 @@ class HttpServer:
         app[BODIES] = HeldCalls()
         app[FETCHER] = ImageFetcher(images)
         app.on_response_prepare.append(self._add_headers)
-        # Every path, with the roles that it requires.
+        # (method, path, handler, roles that a caller needs) of every path.
         routes: list[tuple[str, str, Handler, Roles | None]] = [
             *((hdrs.METH_POST, path, self._of(serve), INFER) for path, serve in SERVED.items()),
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
             (hdrs.METH_GET, "/v1/models", self._models, INFER),
             (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
-            # Load balancers and kubelets have no key; these paths only answer yes or no.
+            # Open to all: load balancers and kubelets have no key, and these answer only yes or no.
             (hdrs.METH_GET, "/health", self._health, OPEN),
             (hdrs.METH_GET, "/ping", self._ping, OPEN),
             (hdrs.METH_POST, "/ping", self._ping, OPEN),
@@ -222,14 +223,14 @@ class HttpServer:
             shutdown_timeout=grace_s,
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=_LINGERING_S,
-            auto_decompress=False,  # not decompressed: a few bytes could inflate to megabytes
+            auto_decompress=False,  # a body of a few bytes could inflate to megabytes
             logger=_logger_of_protocol(),
         )
         self._listener = Listener(self._make_protocol, limits)
 
     @property
     def connections(self) -> ConnectionCounts:
-        """Counts of connections that are open or were cut."""
+        """Counts of the HTTP connections that are open, and of those that the server cut."""
         return self._listener.counts
 
     async def start(self, listen: str) -> str:
@@ -252,20 +253,20 @@ class HttpServer:
 
     @property
     def num_at_work(self) -> int:
-        """Number of requests whose answers are not completely written."""
+        """Number of requests in progress, whose answers are not completely written."""
         return self._listener.counts.at_work
 
     @property
     def share_at_work(self) -> float:
-        """Share of the allowed connections that have a request in progress."""
+        """Number of connections with a request in progress, divided by the allowed connections."""
         return self._listener.counts.at_work / self._listener.limits.max_connections
 
     def announce_stop(self) -> None:
-        """Report not ready, and close each connection after its next answer."""
+        """Make ``/ready`` answer no, and close each connection after its next answer."""
         self._is_stopping = True
 
     async def stop(self) -> None:
-        """Stop accepting requests, and end those in progress after the grace time."""
+        """Stop accepting connections; end the requests in progress after the grace time."""
         self._listener.stop_accepting()
         await self._runner.cleanup()
         self._listener.close()
@@ -279,9 +280,9 @@ class HttpServer:
 
     @web.middleware
     async def _note_work(self, request: web.Request, handler: Handler) -> Any:
-        """Count the request as in progress.
+        """Count the request as in progress while its handler runs.
 
-        Refuse compressed bodies, and any request at overload.
+        Refuses compressed bodies; refuses every POST request while the router is overloaded.
         """
         with self._listener.working(request.protocol):
             coding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
@@ -290,14 +291,14 @@ class HttpServer:
                 return error_response(request, ApiError(415, message))
             if request.method == hdrs.METH_POST:
                 try:
-                    self._overload.check()  # refuse before reading anything
+                    self._overload.check()  # a refusal costs least before the body is read
                 except OverloadedError as error:
                     return error_response(request, error)
             return await handler(request)
 
     @web.middleware
     async def _name_and_preflight(self, request: web.Request, handler: Handler) -> Any:
-        """Set the request id, and answer CORS preflight requests."""
+        """Give the request an id for logs and errors, and answer CORS preflight requests."""
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
         request[REQUEST_ID] = uuid.uuid4().hex
         try:
@@ -314,7 +315,10 @@ class HttpServer:
 
     @web.middleware
     async def _log_access(self, request: web.Request, handler: Handler) -> Any:
-        """Write clients' requests to the access log, but not those of operators and probes."""
+        """Write a client's request to the access log when it ends.
+
+        Requests of operators and probes are not logged.
+        """
         entry = request[ENTRY] = AccessEntry(
             call=f"{request.method} {request.path}",
             address=request.remote or "",
@@ -339,10 +343,11 @@ class HttpServer:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> Any:
-        """Authenticate the caller, and check its role for the handler.
+        """Authenticate the caller, and check that its role allows this path.
 
-        The matched handler, not the path's spelling, decides which role is required. Unknown paths
-        require authentication, so callers without a key learn nothing.
+        The handler that aiohttp found decides which role is required, because one path may be
+        spelled in several ways. Unknown paths require a key, so callers without a key learn nothing
+        about the paths.
         """
         roles = self._roles.get(request.match_info.handler, _UNKNOWN_PATH)
         if roles is not OPEN:
@@ -386,7 +391,7 @@ class HttpServer:
     # ------------------------------------------------------------------ paths
 
     def _of(self, serve: _Serve) -> Handler:
-        """Return a path's handler."""
+        """Wrap the function that answers a path into a handler of aiohttp."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             answer = await serve(request, self._options)
@@ -395,7 +400,7 @@ class HttpServer:
         return handle
 
     async def _not_served(self, request: web.Request) -> web.Response:
-        """Refuse paths of OpenAI's or vLLM's API that need other kinds of models."""
+        """Refuse a path of OpenAI's or vLLM's API for models that do not write text."""
         raise ApiError(
             501,
             f"path: {request.path} is for models of another kind: {self._names.names[0]!r} writes "
@@ -416,14 +421,14 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _ping(self, request: web.Request) -> web.Response:
-        """Answer that the process is alive, at another common path."""
+        """Answer that the process is alive, at another path that load balancers commonly use."""
         return web.Response(text="ok\n")
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json(VersionObject(__version__))
 
     async def _load(self, request: web.Request) -> web.Response:
-        """Return the number of open requests in vLLM's form."""
+        """Return the number of open requests, in the form of vLLM's ``/load``."""
         return _json(LoadObject(sum(base.intake.num_open for base in self._names.bases)))
 
     async def _ready(self, request: web.Request) -> web.Response:
@@ -457,7 +462,7 @@ class HttpServer:
 
 
 def _pages_of(page: StatusPage | None) -> list[tuple[str, str, Handler, Roles | None]]:
-    """Return the status page's paths; its style and script are public files."""
+    """Return the routes of the status page; its style sheet and script need no key."""
     if page is None:
         return []
     return [
@@ -474,16 +479,16 @@ async def _go_to_page(request: web.Request) -> web.Response:
 
 
 def _ask_for_key(error: BatonError) -> web.Response:
-    """Make a browser ask for an API key."""
+    """Return a response that makes a browser ask its user for an API key."""
     status = HTTP_STATUS_OF[status_name(error)]
     asks = {hdrs.WWW_AUTHENTICATE: 'Basic realm="Baton: an API key as password"'}
     return web.Response(status=status, text=f"{error}\n", headers=asks if status == 401 else {})
 
 
 def _checking_expectations(handle: _Handle) -> _Handle:
-    """Refuse an unknown `Expect` header before aiohttp sees it.
+    """Wrap aiohttp's handler to refuse an unknown `Expect` header itself.
 
-    aiohttp would quote the header's value and fail if the value is not UTF-8.
+    aiohttp would quote the header's value, and fail if the value is not UTF-8.
     """
 
     async def check(request: web.BaseRequest) -> web.StreamResponse:
@@ -497,9 +502,9 @@ def _checking_expectations(handle: _Handle) -> _Handle:
 
 
 def _with_plain_paths(make_request: _MakeRequest) -> _MakeRequest:
-    """Treat `/v1//models/` as `/v1/models`, because clients join URLs with double slashes.
+    """Wrap aiohttp's factory of requests to read `/v1//models/` as `/v1/models`.
 
-    A redirect would not help: many clients do not repeat a POST.
+    Clients often join URLs with double slashes, and many do not follow a redirect of a POST.
     """
 
     def make(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
@@ -530,7 +535,7 @@ def _is_no_wrong_request(record: logging.LogRecord) -> bool:
 
 
 def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
-    """Return headers with each limit of a key, its remainder, and its reset time."""
+    """Return response headers with a key's limits, what is left of them, and when they reset."""
     headers = {}
     for kind, rate in rates.items():
         word = _RATE_WORDS[kind]

@@ -21,27 +21,28 @@ from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
 from router.fleet.node import LegDelta, LegWork, Node
 
-# Seconds after the router's deadline at which nodes end a request themselves, in case the router
-# did not.
+# Nodes end a request themselves this many seconds after the router's deadline, in case the router
+# did not cancel the request.
 NODE_EXTRA_TIMEOUT_S = 5.0
 
 
 class Attempt:
-    """Run one try of a call on its nodes, and put their tokens in order into the buffer.
+    """Runs one try of a call on its nodes, and puts the nodes' tokens in order into the buffer.
 
-    A leg is one node's part of the attempt. Both legs are sent at once. The attempt ends with the
-    last token, an error, or `close`.
+    A leg is one node's part of the attempt. Both legs are sent to their nodes at once. The attempt
+    ends with the last token, an error, or `close`.
 
     Args:
-        prefill: None if the decode node computes the prompt.
-        decode: None if the prefill node's token is the last one.
+        prefill: the prefill node; None if the decode node computes the prompt.
+        decode: the decode node; None if the output ends with the token that the prefill node
+            samples.
         buffer: receives the tokens; already holds the tokens of earlier attempts.
 
     Attributes:
         prefill_receipt: receipt of the prefill node; None before its first token.
-        decoded: whether tokens of the decode node were forwarded.
-        began: whether the first token was forwarded.
-        began_at: when the first token was forwarded, by `time.perf_counter`; 0 before.
+        decoded: whether the buffer got tokens of the decode node.
+        began: whether the buffer got this attempt's first token.
+        began_at: when the buffer got this attempt's first token, by `time.perf_counter`; 0 before.
         start_index: output index of this attempt's first token.
         has_grammar: whether the decode node compiles a grammar.
     """
@@ -74,7 +75,7 @@ class Attempt:
 
     @property
     def weights(self) -> str:
-        """Return the version of the model weights on the attempt's nodes."""
+        """Version of the model weights on the attempt's nodes."""
         node = self.decode or self.prefill
         return "" if node is None else node.weights
 
@@ -82,7 +83,7 @@ class Attempt:
         output_token_ids, params = tuple(self._buffer.token_ids), call.sampling_params
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
         num_uncomputed = max(num_tokens - terms.num_cached_tokens, 1)
-        if output_token_ids:  # the client already has its prompt logprobs
+        if output_token_ids:  # an earlier attempt has delivered the prompt's logprobs
             params = dataclasses.replace(params, prompt_logprobs=None)
         for_both: dict[str, Any] = {
             "request_id": self._request_id,
@@ -137,11 +138,14 @@ class Attempt:
 
     @property
     def num_tokens(self) -> int:
-        """Number of output tokens that this attempt added."""
+        """Number of output tokens that this attempt has added to the buffer."""
         return len(self._buffer.token_ids) - self.start_index
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """Handle one token of a step; fast for the common case, the decode node's next token."""
+        """Handle one token that a node sent without logprobs or receipt.
+
+        Fast for the most frequent token: the decode node's next one.
+        """
         if self.decoded and role is NodeRole.DECODE and self._order.push_next(output_index):
             self._buffer.add_token(token_id)
             return
@@ -149,7 +153,7 @@ class Attempt:
         self.on_leg_delta(LegDelta(role, delta))
 
     def on_leg_delta(self, item: LegDelta) -> None:
-        """Handle a delta of either leg, and forward all tokens that are next in order."""
+        """Handle a delta of either leg; put all tokens that are next in order into the buffer."""
         if item.delta.error is not None:
             if not self._is_harmless(item):
                 self.fail(item)
@@ -174,17 +178,18 @@ class Attempt:
             self._buffer.fail(item)
 
     def _is_harmless(self, item: LegDelta) -> bool:
-        """Return whether an error comes from a prefill node whose work is done.
+        """Return whether an error comes from a prefill node that is no longer needed.
 
-        After token 1, a failed push ends the attempt if the KV has not arrived. The loss of the
-        prefill node does not end the attempt, because the decode node reports missing KV.
+        Once token 1 is passed on, the prefill node is needed only until its KV has arrived on the
+        decode node. If the prefill node is lost before, its error is harmless, too: the decode node
+        itself reports missing KV.
         """
         if item.role is not NodeRole.PREFILL or not self.began:
             return False
         return self._kv_arrived or item.node_lost
 
     def _note_forwarded(self, item: LegDelta) -> None:
-        """Update the attempt's state for a delta that is about to be forwarded."""
+        """Update the attempt's state for a delta that the buffer is about to get."""
         if self.prefill is not None:
             self._note_forwarded_by_pair(self.prefill, item)
         if not self.began:
@@ -194,15 +199,20 @@ class Attempt:
             self._finished_on = item.role
 
     def _note_forwarded_by_pair(self, prefill: Node, item: LegDelta) -> None:
-        """Cancel, relieve or close the prefill leg, depending on which part of its work is done."""
+        """Update the prefill leg for a delta that the buffer is about to get.
+
+        Cancels the leg if the decode node was faster, takes the prompt off the node's load once
+        token 1 is sampled, and closes the leg once the KV has arrived.
+        """
         if not self.began and item.role is NodeRole.DECODE:
-            # The decode node computed the prompt, because its cache had nearly all of the prompt.
+            # The decode node computed the prompt itself, because its prefix cache had nearly all of
+            # it.
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
             prefill.relieve_leg(self.epoch)
             self._encodings.note_computed(item.delta.prefill)
-        if self._kv_arrived:  # the prefill node has nothing more to report
+        if self._kv_arrived:  # the prefill node's work for this attempt is done
             prefill.close_leg(self.epoch)
 
     def close(self) -> None:
@@ -216,6 +226,7 @@ class Attempt:
         self._encodings.end()
         for node in self.nodes:
             node.close_leg(self.epoch)
-            # After the decode node's last token, neither node works on the call any more.
+            # Nodes need no cancellation after the decode node's last token: both have finished the
+            # call.
             if self._finished_on is not NodeRole.DECODE:
                 node.send(CancelCommand(self._request_id, self.epoch))

@@ -1,11 +1,11 @@
-"""BeamRun: one prompt's beam search, run as many calls of one token each.
+"""BeamRun: searches the best outputs of one prompt by many calls of one token each.
 
 step 1    prompt                    -> the most probable next tokens of the prompt
-step 2    prompt + beams of step 1  -> the most probable next tokens of each, all at once
+step 2    prompt + beams of step 1  -> the most probable next tokens of each beam, all at once
 ...
 
-Nodes need to know nothing of beams: a step finds its prefixes in their prefix caches, where beams
-share blocks (ADR 0102). Refuses to know: nodes, texts.
+Nodes know nothing of beams: a step's prompts are found in the nodes' prefix caches, where beams
+share blocks (ADR 0102). `BeamRun` knows neither nodes nor texts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Run = Callable[[Call], AsyncGenerator[TextDelta, None]]
 
 @dataclass(frozen=True, slots=True)
 class BeamLimits:
-    """The limits of a model's beam searches.
+    """Limits of beam searches that follow from the model.
 
     Attributes:
-        max_model_len: maximum number of tokens of prompt and output.
-        vocab_size: number of tokens that the model knows.
+        max_model_len: maximum number of tokens of prompt and output together.
+        vocab_size: number of tokens in the model's vocabulary.
         end_token_ids: tokens that end an output.
     """
 
@@ -56,8 +56,8 @@ def begin_search(
     """Return the beam search that a call's terms ask for, and count it as one request.
 
     Args:
-        num_outputs: outputs that the client wants.
-        dispatcher: runs the steps' calls.
+        num_outputs: number of outputs that the client wants.
+        dispatcher: runs the calls of the search's steps.
 
     Raises:
         InvalidRequestError: a parameter is out of range, or not supported by beam search.
@@ -65,7 +65,7 @@ def begin_search(
     """
     params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
     assert beams is not None
-    if call.images:  # refused: each call of each beam would send the files again
+    if call.images:  # refused, because each step would send the image files once per beam
         raise InvalidRequestError("images", "cannot be together with a beam search")
     check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
     ends = frozenset(params.stop_token_ids)
@@ -84,7 +84,7 @@ def begin_search(
 
 
 class BeamRun:
-    """Searches the best outputs of a call's prompt once; each stream reads one of the outputs.
+    """One beam search, whose outputs are read by one stream each.
 
     Args:
         call: the checked call; its timeout limits the whole search.
@@ -102,7 +102,9 @@ class BeamRun:
         self._task: asyncio.Task[list[Beam]] | None = None
 
     async def stream(self, place: int) -> AsyncGenerator[TextDelta, None]:
-        """Yield the output with this rank (0: the best) in one piece; ending one stream ends all.
+        """Yield the output at this place in the ranking (0: the best) as one piece.
+
+        The first stream starts the search. Ending one stream ends the search for all streams.
 
         Raises the errors of `Dispatcher.run`.
         """
@@ -112,7 +114,7 @@ class BeamRun:
         try:
             beams = await asyncio.shield(task)
         finally:
-            task.cancel()  # does nothing if the search has ended
+            task.cancel()  # has no effect if the search has ended
             await asyncio.gather(task, return_exceptions=True)
         yield self._delta(place, beams[place])
 
@@ -132,7 +134,7 @@ class BeamRun:
         return self._search.finished
 
     def _call_of(self, beam: Beam, name: str, timeout_s: float) -> Call:
-        """Return the call that asks for the tokens after a beam."""
+        """Return the call that computes the most probable next tokens of a beam."""
         call = self._call
         token_ids = [*call.prompt_token_ids, *beam.token_ids]
         adapter = call.terms.adapter
@@ -169,7 +171,7 @@ class BeamRun:
         return top
 
     def _delta(self, place: int, beam: Beam) -> TextDelta:
-        """Return an output as the last piece of a call."""
+        """Return a finished beam as the only piece of an output."""
         first = self._first
         assert first is not None
         elapsed_s = time.perf_counter() - self._call.terms.received_at
@@ -179,7 +181,7 @@ class BeamRun:
             num_output_tokens=len(beam.token_ids),
             ttft_s=elapsed_s,
             total_s=elapsed_s,
-            # the time of the first token is unknown until the search ends
+            # the client gets its first token only when the search ends
             delivery_s=first.delivery_s + elapsed_s - first.ttft_s,
         )
         asks = self._call.sampling_params.logprobs is not None
@@ -196,6 +198,6 @@ class BeamRun:
 
 
 def _without_request_rate(principal: Principal) -> Principal:
-    """Return a copy of a principal whose steps only count as tokens: the request is counted."""
+    """Return a principal without its limit on requests: a search counts as one request."""
     limits = dataclasses.replace(principal.limits, requests_per_minute=0.0)
     return dataclasses.replace(principal, limits=limits)

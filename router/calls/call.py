@@ -1,4 +1,4 @@
-"""Call: a checked request and its client's terms, as plain values."""
+"""Call: a checked request and the terms of its client, as plain values."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Terms:
     Attributes:
         received_at: when the request reached the router, by `time.perf_counter`.
         timeout_s: seconds from ``received_at`` to the client's deadline; None: no deadline.
-        session_id: requests of one session share a prefix, and some policies send them to the same
-            nodes; empty: no session.
-        priority: order among waiting requests; smaller goes first.
+        session_id: requests with the same session id share a prefix, so some policies send them to
+            the same nodes; empty: no session.
+        priority: order among the tenant's waiting requests; smaller numbers begin first.
         beams: parameters of a beam search, without end tokens; None: the outputs are sampled.
         principal: the caller.
-        cache_word: client's word: cached blocks are shared only between prompts with the same word;
-            empty: no word.
+        cache_word: the client's ``cache_salt``: prompts share cached blocks only if their words are
+            equal; empty: no word.
         model: name under which the request is served, for receipts and records only; empty:
             unknown.
         adapter: digest of the adapter that the request's name stands for; empty: the base model.
@@ -55,20 +55,20 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A checked request.
+    """A checked request for one output.
 
     Attributes:
         sampling_params: the sampling parameters, with a seed.
         terms: the client's terms.
-        timeout_s: seconds left until the deadline, from now.
+        timeout_s: seconds from now to the deadline.
         leaves_room: whether to avoid nodes with queued work, because the call's tenant already uses
             its fair share.
         cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         is_chat: whether the prompt was a conversation.
         images: images of the prompt with their files, in order.
-        pooling: numbers to compute from the prompt's hidden states; None: tokens are sampled.
+        pooling: what to compute from the prompt's hidden states; None: tokens are sampled.
         hashes: block hashes of the prompt, shared with copies of this call.
-        source: makes the output instead of nodes, such as a beam search; None: nodes make it.
+        source: makes the output in place of nodes, as a beam search does; None: nodes make it.
     """
 
     request_id: str
@@ -85,8 +85,8 @@ class Call:
     source: Callable[[], AsyncGenerator[TextDelta, None]] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        # Hashing a long prompt takes 50 ms. `dataclasses.replace` copies the hashes, so all outputs
-        # of a prompt share them.
+        # Hashing a long prompt takes 50 ms, so copies of a call (`dataclasses.replace`) for further
+        # outputs of the prompt keep its hashes.
         token_ids, salt, adapter = self.prompt_token_ids, self.cache_salt, self.terms.adapter
         if self.hashes is None or not self.hashes.are_of(token_ids, salt, adapter):
             hashes = PromptHashes(token_ids, salt, adapter, self.image_spans)
@@ -94,7 +94,7 @@ class Call:
 
     @property
     def image_spans(self) -> tuple[ImageSpan, ...]:
-        """The tokens of each image in the prompt."""
+        """The place of each image in the prompt, as a span of token positions."""
         return tuple(image.span for image in self.images)
 
     @property
@@ -105,14 +105,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptTerms:
-    """The values that one attempt adds to its call.
+    """The terms that differ between the attempts of one call.
 
     Attributes:
-        epoch: identifies the attempt in the nodes' deltas.
+        epoch: number of the attempt, which nodes repeat in their deltas.
         timeout_s: seconds until the call's deadline.
         encodings: the attempt's images on encode nodes.
-        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
-        trace: the attempt's span, parent of the nodes' spans; None: the call is not traced.
+        num_cached_tokens: number of prompt tokens that the node that computes the prompt probably
+            has in its cache.
+        trace: the attempt's span, which is the parent of the nodes' spans; None: the call is not
+            traced.
         adapter_source: where nodes find the files of the call's adapter.
     """
 

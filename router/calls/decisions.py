@@ -1,4 +1,4 @@
-"""DecisionLog: why recent requests were placed where they were; see `baton admin explain`."""
+"""DecisionLog: remembers why recent requests were placed on their nodes (`baton admin explain`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from router.fleet.load.forecast import PrefillForecast
 from router.policies.base import Candidate, Placement, RouteQuery
 
-MAX_DECISIONS = 32  # maximum number of decisions per request; requests have fewer attempts
+# Maximum number of placements kept per request; few requests have as many attempts
+MAX_DECISIONS = 32
 
 
 @dataclass(slots=True)
 class _Noted:
-    """One placement in the log, without its query, because the query holds the prompt."""
+    """A placement in the log, without its query: the query holds the prompt."""
 
     placed_at: float
     num_prompt_tokens: int
@@ -26,14 +27,16 @@ class _Noted:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The placement of one attempt.
+    """The placement of one attempt, as operators see it.
 
     Attributes:
         placed_at: time of the decision, by `time.time`.
-        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
-        candidates: the best places that the policy considered, the chosen one first.
+        num_cached_tokens: number of prompt tokens that the node that computes the prompt probably
+            had in its cache.
+        candidates: the best pairs of nodes that the policy considered, the chosen pair first.
         is_probe: whether the node was chosen in order to measure it; see `Placement`.
-        forecast: expected times of the prompt, with measured times after token 1; None: not placed.
+        forecast: expected times of computing the prompt; after token 1, also the measured times.
+            None: no attempt began.
     """
 
     request_id: str
@@ -49,7 +52,7 @@ class Decision:
 
 
 class DecisionLog:
-    """Keeps the placements of the latest requests; costs are explained only on demand.
+    """Keeps the placements of the latest requests; computes the costs of candidates only on demand.
 
     Args:
         max_requests: maximum number of requests kept.
@@ -62,11 +65,12 @@ class DecisionLog:
     def note(
         self, request_id: str, query: RouteQuery, placement: Placement, *, is_first: bool = False
     ) -> None:
-        """Record a placement. A second placement with the same id is a further attempt.
+        """Record the placement of a request's next attempt.
 
         Args:
             request_id: `Call.scoped_id`.
-            is_first: whether to forget an earlier request with the same id.
+            is_first: whether this is the first attempt, so that an earlier request with the same id
+                is forgotten.
         """
         noted = _Noted(time.time(), query.num_prompt_tokens, query.max_tokens, placement)
         if is_first:
@@ -77,12 +81,15 @@ class DecisionLog:
             self._noted.popitem(last=False)
 
     def note_forecast(self, request_id: str, forecast: PrefillForecast | None) -> None:
-        """Attach a forecast to the last placement; its node fills in the measured times later."""
+        """Attach a forecast to the request's last placement.
+
+        The node fills in the measured times when the prompt is computed.
+        """
         if noted := self._noted.get(request_id):
             noted[-1].forecast = forecast
 
     def get(self, request_id: str) -> list[Decision]:
-        """Return the decisions on a request, one per attempt; empty if the request is unknown."""
+        """Return a request's decisions, one per attempt; empty if the request is not kept."""
         return [_decision(request_id, noted) for noted in self._noted.get(request_id, ())]
 
 
@@ -95,7 +102,7 @@ def _decision(request_id: str, noted: _Noted) -> Decision:
         max_tokens=noted.max_tokens,
         num_cached_tokens=placement.num_cached_tokens,
         prefill_node=placement.prefill.node_name if placement.prefill else "",
-        # A pooled call has no decode node: its prefill node takes both places.
+        # A pooled call needs one node only: the placement names its prefill node twice.
         decode_node=placement.decode.node_name if placement.decode is not placement.prefill else "",
         candidates=placement.explain(),
         is_probe=placement.is_probe,

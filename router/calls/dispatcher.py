@@ -31,13 +31,13 @@ class Dispatcher:
     Args:
         pool: the joined nodes and their links.
         policy: picks the nodes of each attempt.
-        recoveries: decides on retries; also knows which calls may have crashed nodes.
-        admission: decides when a call may begin; by default, with default options.
+        recoveries: decides about retries of failed attempts, for all calls.
+        admission: decides when a call may begin; None: an `Admission` with default options.
 
     Attributes:
-        placer: picks nodes; has the policy and the log of placements.
+        placer: picks nodes; holds the policy and the log of placements.
         log: records of the last calls.
-        recoveries: decides on retries; also knows the calls that may have crashed nodes.
+        recoveries: decides about retries; also knows the calls that may have crashed nodes.
         turns: limits how many calls are checked or placed in one round of the event loop.
     """
 
@@ -58,8 +58,8 @@ class Dispatcher:
         self._running = RunningCalls()
         self._open: dict[str, OpenCall] = {}  # by `Call.scoped_id`
         self._stopped: RequestError | None = None
-        # Epochs never repeat, even after a restart: a client may reuse a request id while nodes
-        # still clean up the earlier call, and only the epoch tells the two apart.
+        # Epochs must not repeat, even after a restart: a client may reuse a request id while nodes
+        # still clean up the earlier call, and only the epoch tells the two calls apart.
         self.epochs: Iterator[int] = itertools.count(secrets.randbits(31))
 
     @property
@@ -68,11 +68,11 @@ class Dispatcher:
         return len(self._running)
 
     def count_adapter(self, digest: str) -> int:
-        """Return the number of an adapter's calls that wait or are in progress."""
+        """Return the number of calls for an adapter that wait or are in progress."""
         return self._running.count_adapter(digest)
 
     async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
-        """Stream a call's tokens, without text. Ending the iteration cancels the call on its nodes.
+        """Stream a call's tokens, without text; ending the iteration cancels the call on its nodes.
 
         Raises:
             NodeUnavailableError: no nodes were found, or too many attempts failed.
@@ -101,12 +101,15 @@ class Dispatcher:
             self._running.remove(call)
 
     def _num_cached(self, call: Call) -> int:
-        """Return the longest cached prefix of the call's prompt on any node, in tokens."""
+        """Return how many of the prompt's tokens are cached on the node that has most of them."""
         return max(self.pool.prefix_index.match_tokens(call.hashes).values(), default=0)
 
     @contextlib.contextmanager
     def _opened(self, call: Call, following: Following) -> Iterator[OpenCall]:
-        """Open the call on nodes; if an error ends the call, add the receipt to the error."""
+        """Keep an `OpenCall` registered and open while this context lasts.
+
+        An error that ends the call gets the call's receipt.
+        """
         opened = self._open[call.scoped_id] = OpenCall(
             call,
             following,
@@ -127,11 +130,11 @@ class Dispatcher:
             del self._open[call.scoped_id]
 
     def note_ttft(self, call: Call) -> None:
-        """Record the time to first token: the client receives token 1's text now."""
+        """Record the time to first token now, when the client receives the text of token 1."""
         self._open[call.scoped_id].note_ttft()
 
     def receipt(self, call: Call) -> Receipt:
-        """Return the receipt of a call that a stop string ends, and finish the call's record."""
+        """Return the receipt of a call that ended at a stop string, and finish its log record."""
         opened = self._open[call.scoped_id]
         receipt = opened.receipt()
         opened.following.note_finished(FinishReason.STOP, receipt)
@@ -150,7 +153,7 @@ class Dispatcher:
         opened = self._open.get(call.scoped_id)
         if opened is not None:
             opened.end_with_error(RequestError("CANCELLED", why))
-            self.pool.note_eligibility_change()  # the call may be waiting for nodes; wake it
+            self.pool.note_eligibility_change()  # wakes the call if it waits for nodes
         return opened is not None
 
     def refuse_new(self, why: str) -> None:
@@ -165,4 +168,4 @@ class Dispatcher:
             self.admission.withdraw(scoped_id, error_of(self._stopped))
         for opened in list(self._open.values()):
             opened.end_with_error(self._stopped)
-        self.pool.note_eligibility_change()  # calls may be waiting for nodes; wake them
+        self.pool.note_eligibility_change()  # wakes calls that wait for nodes

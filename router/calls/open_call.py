@@ -1,4 +1,4 @@
-"""OpenCall: one call, its successive attempts, and the one stream that joins them.
+"""OpenCall: one call in progress: its attempts, one after another, and their joint stream.
 
 `router/calls/recovery/` decides what follows a failed attempt.
 """
@@ -57,10 +57,10 @@ class OpenCall:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._recovery = recoveries.recover(call, self._remaining_s)
-        self._decode: Node | None = None  # the last attempt's decode node
+        self._decode: Node | None = None  # decode node of the last attempt
         self._ttft_s = 0.0
         self._first_read_s = 0.0  # seconds from arrival until a node sent the first token
-        # The error with which the call was ended from outside
+        # Set if the call is ended by an abort, its deadline or the router's end.
         self._ended_by: RequestError | None = None
         self._router_queue_s = 0.0
         loop = asyncio.get_running_loop()
@@ -90,7 +90,8 @@ class OpenCall:
                 failure, buffer.failure = buffer.failure, None
                 error = failure.delta.error
                 assert error is not None
-                if self._ended_by is not None:  # no node is at fault
+                # The call was ended on purpose, so no node is blamed
+                if self._ended_by is not None:
                     raise error_of(self._ended_by)
                 self.following.note_failure(error.code, error.message)
                 self._recovery.note_failure(attempt, failure, error)
@@ -98,14 +99,14 @@ class OpenCall:
                 attempt = await self._begin(error.message)
 
     def note_ttft(self) -> None:
-        """Record the time to first token, now that token 1 is passed on.
+        """Record the time to first token, when token 1 is passed on to the client.
 
-        Later calls of this function overwrite the time.
+        Later calls of this function replace the recorded time.
         """
         self._ttft_s = time.perf_counter() - self._call.terms.received_at
 
     def receipt(self) -> Receipt:
-        """Return the call's cost so far; the decode node's part is known only at the last token."""
+        """Return the receipt so far; the decode node's part is known only at the last token."""
         attempt = self._attempt
         return Receipt(
             num_prompt_tokens=len(self._call.prompt_token_ids),
@@ -130,31 +131,32 @@ class OpenCall:
         )
 
     def close(self) -> None:
-        """End the current attempt, also on its nodes."""
+        """End the current attempt on the router and its nodes."""
         self._deadline.cancel()
         if self._attempt is not None:
             self._attempt.close()
         self._recovery.close()
 
     def end_with_error(self, error: RequestError) -> None:
-        """End the call with an error from outside, in any of its states."""
+        """End the call with an error, whether the call runs or waits."""
         self._ended_by = error
         if self._attempt is not None:
             delta = failed_delta(self._call.request_id, self._attempt.epoch, error)
-            # `outputs` raises `_ended_by`, so the role has no effect.
+            # The role is arbitrary: `outputs` raises `_ended_by` and blames no node.
             self._attempt.fail(LegDelta(NodeRole.DECODE, delta))
 
     # ------------------------------------------------------------------ attempts
 
     async def _begin(self, failure: str) -> Attempt:
-        """Begin an attempt that continues after the tokens that the client already has.
+        """Begin an attempt that continues after the tokens of earlier attempts.
 
         Args:
             failure: why the previous attempt failed; empty for the first attempt.
         """
         call, pool = self._call, self._pool
         placement = await self._wait_for_placement(failure)
-        if self._recovery.has_failed(placement):  # no better place is left: try this pair later
+        # Only nodes that failed this call are left: pause, then place again
+        if self._recovery.has_failed(placement):
             await self._recovery.pause()
             placement = await self._wait_for_placement(failure)
         self._recovery.note_attempt(placement)
@@ -169,8 +171,8 @@ class OpenCall:
                 "no longer served here"
             )
         self._decode = decode
-        # The prefill node samples the next token. If this token is the last one, no decode node is
-        # needed.
+        # The prefill node samples the next token. If this token is the output's last one, no decode
+        # node is needed.
         num_left = call.sampling_params.max_tokens - len(self._output_token_ids)
         nodes = filter(None, (placement.prefill, placement.decode))
         room = pool.max_len_at(nodes) - self._num_tokens
@@ -198,14 +200,14 @@ class OpenCall:
         return self._attempt
 
     async def _wait_for_placement(self, failure: str) -> Placement:
-        """Return the placement of the next attempt; wait if no nodes are available now.
+        """Return the placement of the next attempt; wait if no node can take the call now.
 
-        Raises NodeUnavailableError if no nodes become available in time, or none are expected.
+        Raises NodeUnavailableError if no node can take the call in time, or if none is expected to.
         """
         loop, num_tokens = asyncio.get_running_loop(), self._num_tokens + 1
         give_up_at = loop.time() + self._recovery.pair_timeout_s
         await self._recovery.wait_while_suspect()
-        if self._num_attempts:  # a first attempt already got its turn at admission
+        if self._num_attempts:  # a first attempt had its turn when it passed the gate
             await self._turns.wait_for_turn()
         while (placement := self._place()) is None:
             self._remaining_s()
@@ -243,7 +245,7 @@ class OpenCall:
     def _remaining_s(self) -> float:
         """Return the seconds until the deadline.
 
-        Raise if the call was ended or the deadline has passed.
+        Raises the error that ended the call, or DeadlineExceededError if the deadline has passed.
         """
         remaining_s = self._expires_at - asyncio.get_running_loop().time()
         if self._ended_by is not None or remaining_s <= 0:

@@ -14,22 +14,24 @@ from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
 
-# Maximum number of calls that wait for a lost node to return. Each waiting call holds a prompt and
-# a client's connection.
+# Maximum number of calls that wait for a lost node to return. The number is limited, because each
+# waiting call holds a prompt and a client's connection.
 MAX_EXPECTING = 1024
-_EARLY_S = 1e-6  # timers may fire this early; a shorter wait would make the loop spin
+# A timer may fire this many seconds too early. Then the deadline counts as reached, or the caller
+# would ask again and again until it is.
+_EARLY_S = 1e-6
 
 
 class Placer:
     """Places the calls of one base model on nodes.
 
     Args:
-        num_queued: returns the number of requests that wait at the gate.
+        num_queued: returns the number of requests that wait at the gate, for the policy.
 
     Attributes:
         policy: picks the nodes; may be replaced at any time.
-        decisions: where the latest calls were placed, and why.
-        num_waiting: calls that wait because no node can take them now.
+        decisions: log of where the latest calls were placed, and why.
+        num_waiting: number of calls that wait because no node can take them now.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class Placer:
         narrow: Callable[[Fleet], Fleet],
         is_first: bool,
     ) -> Placement | None:
-        """Return the nodes of one attempt, or None if no node can take it.
+        """Pick the nodes of a call's next attempt; return None if no nodes can take it now.
 
         Args:
-            output_token_ids: the call's output so far, computed again with its prompt.
+            output_token_ids: the call's output so far, which the attempt computes again as part of
+                the prompt.
             remaining_s: seconds until the call's deadline.
             narrow: reduces a fleet to the nodes that suit this call best.
             is_first: whether this is the call's first attempt.
@@ -84,7 +87,8 @@ class Placer:
             fleet = fleet.with_room_for(num_tokens + 1, num_tokens + query.max_tokens)
             return self.policy.pick(query, narrow(fleet))
 
-        # Make the fleet first, because making it may change the revisions that the rollout knows.
+        # Read `pool.fleet` before the rollout, because making the fleet may change the revisions
+        # that the rollout knows.
         fleet, chosen = pool.fleet, None
         if call.pooling is not None:
             fleet = pool.prompt_fleet
@@ -109,18 +113,18 @@ class Placer:
         has_images: bool = False,
         pools: bool = False,
     ) -> None:
-        """Wait until some node changes, or until ``until``.
+        """Wait until the state of some node changes, but not longer than ``until``.
 
         Args:
             failure: why the previous attempt failed; empty for the first attempt.
-            num_tokens: context length that the nodes must allow.
-            adapter: digest of the adapter that the nodes must have or load; empty: none.
-            until: deadline, by the event loop's clock.
+            num_tokens: context length that a node must allow.
+            adapter: digest of the adapter that a node must have or load; empty: no adapter.
+            until: end of the wait, by the event loop's clock.
             has_images: whether the prompt has images, which a node must encode.
             pools: whether the call is pooled, and therefore needs only a prefill node.
 
         Raises:
-            NodeUnavailableError: the pool never had the nodes that the call needs, or time is up.
+            NodeUnavailableError: nodes of the needed roles have never joined, or the time is up.
         """
         pool = self._pool
         now = asyncio.get_running_loop().time() + _EARLY_S
@@ -137,6 +141,6 @@ class Placer:
             async with asyncio.timeout_at(until):
                 await pool.wait_for_change()
         except TimeoutError:
-            pass  # the caller looks for nodes once more
+            pass  # time is up: the caller tries to place the call once more
         finally:
             self.num_waiting -= 1

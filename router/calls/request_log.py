@@ -1,6 +1,7 @@
-"""RequestLog: records of the latest requests, for `baton admin trace` and `stats`.
+"""RequestLog: records of the latest requests, for `baton admin trace` and `baton admin stats`.
 
-Only the dispatcher writes. The log knows neither prompts nor texts nor RPCs.
+Only the dispatcher writes to the log. Records have no texts; only the record of a traced request
+holds the prompt, until the request ends.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from baton.api.outputs import FinishReason, Receipt, TextDelta
 from baton.telemetry.spans import TraceContext
 from router.calls.call import Call
 
-# Maximum number of characters kept of an error: thousands of errors are kept, and nodes choose some
-# of the texts.
+# Maximum number of characters kept of an error's code and text. Thousands of errors are kept, and
+# nodes choose some of the texts.
 MAX_CODE_CHARS, MAX_ERROR_CHARS = 64, 2048
 
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt's record; times are seconds since the request reached the router.
+    """The record of one attempt; times are seconds since the request reached the router.
 
     Attributes:
         prefill_node: name of the prefill node; empty: the decode node computed the prompt.
-        trace: the attempt's span; None: not traced.
+        trace: the attempt's span; None: the request is not traced.
         failed_s: when the attempt failed; None: it has not failed.
     """
 
@@ -48,7 +49,7 @@ class RequestRecord:
         tenant: the caller's tenant.
         received_at: arrival, by `time.time`.
         started_at: arrival, by the log's clock.
-        model: name that the request is served under.
+        model: served name that the request asked for.
         adapter: digest of the adapter that the name stood for; empty: the base model.
         accepted_s: when the request had been checked and tokenized.
         admitted_s: when the gate admitted the request; None: not yet.
@@ -90,15 +91,16 @@ class RequestLog:
     """Keeps the records of the last requests of one base model, on its event loop.
 
     Args:
-        max_requests: maximum number of records kept; records of open requests may be dropped, too.
+        max_requests: maximum number of records kept; the oldest are dropped, even if their
+            requests are still open.
         clock: the clock of `Terms.received_at`.
 
     Attributes:
         on_traced: called with the record of each traced request that has ended.
-        num_finished: requests finished without error since the start.
-        num_retried: requests finished without error after more than one attempt.
-        num_failed: failed requests since the start, by status code.
-        num_prompt_tokens: prompt tokens of all requests since the start.
+        num_finished: number of requests that finished without error since the start.
+        num_retried: number of these requests that needed more than one attempt.
+        num_failed: number of failed requests since the start, by status code.
+        num_prompt_tokens: number of prompt tokens of all requests since the start.
     """
 
     def __init__(
@@ -112,13 +114,16 @@ class RequestLog:
         self.on_traced: Callable[[RequestRecord], None] = lambda record: None
         self.began_at = clock()
         self._max_requests = max_requests
-        # Records by tenant and request id.
+        # Records by (tenant, request id), the newest request last.
         self._records: OrderedDict[tuple[str, str], RequestRecord] = OrderedDict()
         self._open: dict[int, RequestRecord] = {}
         self._num_ended_output_tokens = 0
 
     def follow(self, call: Call) -> Following:
-        """Return a context manager that records a call: enter it before the first attempt."""
+        """Return a context manager that writes a call's record.
+
+        Enter it before the first attempt; the record ends when the context is left.
+        """
         now = self.clock()
         accepted_s = now - call.terms.received_at
         record = RequestRecord(
@@ -137,7 +142,7 @@ class RequestLog:
         return Following(self, record)
 
     def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
-        """Return the newest record with this id, or None; without a tenant, search all tenants."""
+        """Return the newest record with this id, or None; ``tenant`` None: of any tenant."""
         if tenant is not None:
             return self._records.get((tenant, request_id))
         return next((one for one in self.latest() if one.request_id == request_id), None)
@@ -153,7 +158,7 @@ class RequestLog:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that clients got since the start."""
+        """Number of output tokens that clients have received since the start."""
         return self._num_ended_output_tokens + sum(
             record.num_output_tokens for record in self._open.values()
         )
@@ -163,7 +168,7 @@ class RequestLog:
     def open_record(self, record: RequestRecord) -> None:
         self._open[id(record)] = record
         key = (record.tenant, record.request_id)
-        self._records.pop(key, None)  # move a reused id to the end of the order
+        self._records.pop(key, None)  # an id that is used again moves to the end of the order
         self._records[key] = record
         self.num_prompt_tokens += record.num_prompt_tokens
         if len(self._records) > self._max_requests:
@@ -179,11 +184,11 @@ class RequestLog:
             self.num_retried += len(record.attempts) > 1
         if record.trace is not None:
             self.on_traced(record)
-            record.call = None  # releases the prompt
+            record.call = None  # the call holds the prompt, which is no longer needed
 
 
 class Following:
-    """Write one call's record from beginning to end, whether it succeeds, fails or is cancelled."""
+    """Writes one call's record from its beginning until it succeeds, fails or is cancelled."""
 
     def __init__(self, log: RequestLog, record: RequestRecord) -> None:
         self._log = log
@@ -213,15 +218,15 @@ class Following:
 
     @property
     def accepted_s(self) -> float:
-        """Return `RequestRecord.accepted_s` of this call."""
+        """Seconds from the call's arrival until it had been checked and tokenized."""
         return self._record.accepted_s
 
     def note_admitted(self) -> None:
-        """Note that the gate admitted the call."""
+        """Note the time at which the gate admitted the call."""
         self._record.admitted_s = self._now_s()
 
     def note_attempt(self, prefill_node: str, decode_node: str) -> AttemptRecord:
-        """Note that an attempt begins, and return its record."""
+        """Note that an attempt on these nodes begins; return the attempt's record."""
         trace = self._record.trace
         attempt = AttemptRecord(
             self._now_s(), prefill_node, decode_node, trace=trace.child() if trace else None
@@ -230,13 +235,14 @@ class Following:
         return attempt
 
     def note_failure(self, code: str, message: str) -> None:
-        """Note that the attempt failed; another may follow."""
+        """Note that the current attempt failed; another attempt may follow."""
         attempt = self._record.attempts[-1]
         attempt.failed_s, attempt.error_code = self._now_s(), code[:MAX_CODE_CHARS]
-        attempt.error = message[:MAX_ERROR_CHARS]  # a node may have chosen this text
+        # Cut, because a node may have chosen a very long text
+        attempt.error = message[:MAX_ERROR_CHARS]
 
     def note_output(self, output: TextDelta) -> None:
-        """Note the tokens that the client receives now."""
+        """Note that the client receives these tokens now."""
         record = self._record
         if record.first_token_s is None and output.token_ids:
             record.first_token_s = self._now_s()
@@ -245,7 +251,7 @@ class Following:
             self.note_finished(output.finish_reason, output.receipt)
 
     def note_finished(self, reason: FinishReason, receipt: Receipt) -> None:
-        """Note that the call finished without error."""
+        """Note that the call has finished without error."""
         record = self._record
         record.finish_reason, record.receipt = reason, receipt
         record.ended_s = self._now_s()

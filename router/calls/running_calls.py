@@ -1,4 +1,4 @@
-"""RunningCalls: the calls that wait at the gate or run; `pass_gate` lets a call in."""
+"""RunningCalls: all calls that wait at the gate or run; `pass_gate` lets a call wait there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from router.gate.ticket import Ticket
 
 
 class RunningCalls:
-    """The calls that wait or run, by tenant and request id.
+    """The calls that wait at the gate or run, by tenant and request id.
 
-    Tenants may use equal request ids: a tenant's call neither blocks nor finds another tenant's.
+    Two tenants may use the same request id without seeing each other's calls.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,14 @@ class RunningCalls:
         return list(self._calls)
 
     def count_adapter(self, digest: str) -> int:
-        """Return the number of an adapter's calls; takes O(calls), so do not ask per request."""
+        """Return the number of calls for an adapter.
+
+        Takes time proportional to the number of calls, so it must not be called per request.
+        """
         return sum(call.terms.adapter == digest for call in self._calls.values())
 
     def find(self, request_id: str, tenant: str | None = None) -> Call | None:
-        """Return the tenant's call with this id, or None; without a tenant, search all tenants.
+        """Return the tenant's call with this id, or None; ``tenant`` None: search all tenants.
 
         Raises InvalidRequestError if several tenants have a call with this id.
         """
@@ -64,10 +67,10 @@ class RunningCalls:
 async def pass_gate(
     admission: Admission, call: Call, find_cached_tokens: Callable[[], int]
 ) -> AsyncIterator[tuple[Call, Ticket]]:
-    """Wait until a call may begin; yield it with the waiting time taken off its timeout.
+    """Wait until the gate admits a call; yield the call with the wait taken off its timeout.
 
     Args:
-        find_cached_tokens: returns how many of the prompt's tokens some node has cached.
+        find_cached_tokens: returns how many of the prompt's tokens are cached on some node.
     """
     async with admission.enter(
         request_id=call.scoped_id,

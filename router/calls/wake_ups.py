@@ -1,15 +1,15 @@
 """WakeUps and Turns: limit how many readers and calls run in one round of the event loop.
 
-An event loop runs all woken tasks before it looks at sockets and timers again.
+An event loop runs all woken tasks in one round, before it looks at sockets and timers again.
 
 Sending a message with one token to a client costs nearly as much CPU time as a message with many
-tokens. If each token were sent at once, a router at its limit would read its nodes' links as slowly
-as it serves its clients, and tokens would queue unmerged in the links. `WakeUps` therefore wakes
-the readers of outputs in waves, no more often than the router can serve them.
+tokens. If each token were sent at once, a router at the limit of its CPU would also be slow to read
+the links of its nodes, and tokens would pile up in the links. `WakeUps` therefore wakes the readers
+of outputs in waves, no more often than the router can serve them.
 
 Checking or placing a call takes up to a millisecond. A thousand calls that arrive together, or that
-lose their node together, would block tokens and beats for a second. `Turns` therefore lets few
-calls run at a time.
+lose their node together, would hold up tokens and beats for a second. `Turns` therefore limits how
+many calls run in one round.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator
 
 BUSY_SHARE = 0.6
 LONGEST_REST_S = 0.05
-WOKEN_AT_ONCE = 256  # readers woken in one round of the event loop
+WOKEN_AT_ONCE = 256  # maximum number of readers woken in one round of the event loop
 TURNS_AT_ONCE = 16
 
 
 class WakeUps:
     """Wakes readers in waves; each event loop has one instance.
 
-    A wave begins when the process has been busy for less than `BUSY_SHARE` of the time since the
-    last wave, at the latest `LONGEST_REST_S` after it.
+    A wave begins as soon as the process has used a CPU for less than `BUSY_SHARE` of the time since
+    the last wave began, at the latest `LONGEST_REST_S` after the last wave.
 
     Args:
         clock: returns seconds.
@@ -49,14 +49,14 @@ class WakeUps:
         self._began = self._cpu_began = 0.0
 
     def add_waiter(self, waiter: asyncio.Future[None]) -> None:
-        """Wake this reader with the next wave."""
+        """Wake this reader, by setting its future, with the next wave."""
         self._waiters.append(waiter)
-        # call `_look` later, so that all tokens of one message from a node join the same wave
+        # `_look` runs later, so that all tokens of one message from a node join the same wave
         if len(self._waiters) == 1:
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Begin a wave if the process was idle enough, else check again later."""
+        """Begin a wave if the process was idle enough since the last one, else check later."""
         busy_s = self._cpu_clock() - self._cpu_began
         rest_s = self._began + min(busy_s / BUSY_SHARE, LONGEST_REST_S) - self._clock()
         if rest_s > 0:
@@ -77,7 +77,7 @@ class WakeUps:
 
 
 class Turns:
-    """Gives out a limited number of turns per round of the event loop, in order of arrival.
+    """Lets a limited number of calls run per round of the event loop, in order of arrival.
 
     Args:
         at_once: number of turns per round.
@@ -86,10 +86,10 @@ class Turns:
     def __init__(self, at_once: int = TURNS_AT_ONCE) -> None:
         self._at_once = self._num_left = at_once
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_counting = False  # a call of `_begin_round` is scheduled
+        self._is_counting = False  # whether a call of `_begin_round` is scheduled
 
     async def wait_for_turn(self) -> None:
-        """Return at once if a turn is left in this round, else wait for a later round."""
+        """Return at once if this round has a turn left, else wait for a later round."""
         if not self._is_counting:
             self._is_counting = True
             asyncio.get_running_loop().call_soon(self._begin_round)
@@ -104,7 +104,7 @@ class Turns:
         self._num_left = self._at_once
         while self._waiting and self._num_left:
             turn = self._waiting.popleft()
-            if not turn.done():  # the call may have been cancelled
+            if not turn.done():  # a call that was cancelled needs no turn
                 turn.set_result(None)
                 self._num_left -= 1
         self._is_counting = self._num_left < self._at_once

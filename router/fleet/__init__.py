@@ -1,1 +1,1 @@
-"""The joined nodes: their reports, their capacity, and which nodes reach each other."""
+"""The joined nodes: their reports and their capacity, and which pairs of them are connected."""

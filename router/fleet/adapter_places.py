@@ -1,8 +1,9 @@
 """AdapterPlaces: which nodes have an adapter in memory or can load it, and how long loading takes.
 
-A node loads an adapter when a command names the adapter and where its files are. Until the node's
-next beat, the adapter counts as loading there. A node that failed to load an adapter is left out
-for a while. Refuses to know: names of adapters, requests, files.
+A command to a node names the adapter and the folder of its files, and the node loads the adapter if
+it lacks it. Until the node's next beat, the router takes the adapter as being loaded there. A node
+that failed to load an adapter gets no requests for it for a while. `AdapterPlaces` knows neither
+names of adapters nor requests.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 
-# Seconds for which a node that failed to load an adapter is not asked again.
+# A node that failed to load an adapter gets no requests for this adapter for this many seconds.
 BARRED_S = 5.0
-# Seconds to read and load an adapter, assumed until a node has measured this time.
+# Assumed seconds to read and load an adapter, until a node has measured them.
 DEFAULT_LOAD_S = 0.5
-# Seconds within which a node that loads an adapter reports it in its beats.
+# A node that loads an adapter reports the adapter in its beats within this many seconds.
 EXPECTED_S = 5.0
-# Maximum number of adapters remembered: running requests may use adapters that have lost their name
+# Maximum number of adapters whose files are remembered, including adapters without a name, which
+# running requests may still use.
 MAX_SOURCES = 16_384
 
 
@@ -29,8 +31,8 @@ class AdapterSource:
     """Where nodes find an adapter's files.
 
     Attributes:
-        folder: path below the nodes' ``--adapter-root``, package or hub id; empty: unknown.
-        is_pinned: whether the adapter keeps its slot on nodes when others need one.
+        folder: path below the nodes' ``--adapter-root``, or a package or hub id; empty: unknown.
+        is_pinned: whether nodes keep the adapter in memory when other adapters need its slot.
     """
 
     folder: str = ""
@@ -44,7 +46,7 @@ class AdapterPlaces:
     """Knows which nodes have or can load the adapters of one base model.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -52,14 +54,16 @@ class AdapterPlaces:
         self._sources: OrderedDict[str, AdapterSource] = OrderedDict()  # sources by digest
         # (engine id, digest): barred until
         self._barred: dict[tuple[str, str], tuple[float, str]] = {}
-        # (engine id, digest): loading since; oldest first
+        # by engine id and digest: when the node was asked to load it; oldest first
         self._asked: dict[tuple[str, str], float] = {}
 
     def set_sources(self, sources: Mapping[str, AdapterSource]) -> None:
-        """Set the sources of named adapters; the sources of other adapters are kept for a while.
+        """Set where the adapters that have names are found.
+
+        The sources of adapters without a name are kept for a while.
 
         Args:
-            sources: source of each adapter, by digest.
+            sources: source of each adapter that has a name, by digest.
         """
         for digest, source in sources.items():
             if self._sources.get(digest) != source:
@@ -70,11 +74,14 @@ class AdapterPlaces:
             self._sources.popitem(last=False)
 
     def source_of(self, digest: str) -> AdapterSource:
-        """Return where nodes find an adapter's files."""
+        """Return where nodes find the files of the adapter with this digest."""
         return self._sources.get(digest, NO_SOURCE)
 
     def note_placement(self, node: NodeLoad, digest: str) -> None:
-        """Note that a node was asked to compute with an adapter; the node loads it if necessary."""
+        """Note that a request for an adapter was placed on a node.
+
+        The node loads the adapter if the adapter is not in its memory.
+        """
         now = self._clock()
         while self._asked and now - next(iter(self._asked.values())) > EXPECTED_S:
             del self._asked[next(iter(self._asked))]
@@ -82,18 +89,18 @@ class AdapterPlaces:
             self._asked.setdefault((node.engine_id, digest), now)
 
     def bar(self, engine_id: str, digest: str, why: str) -> None:
-        """Leave a node out for a while, because it failed to load an adapter."""
+        """Give a node no requests for an adapter for a while, because loading it failed there."""
         now = self._clock()
         self._barred = {key: one for key, one in self._barred.items() if one[0] > now}
         self._barred[engine_id, digest] = now + BARRED_S, why
         self._asked.pop((engine_id, digest), None)
 
     def forget_failures(self, digest: str) -> None:
-        """Ask every node again, because an adapter's files may have changed."""
+        """Allow an adapter on every node again, because the adapter's files may have changed."""
         self._barred = {key: one for key, one in self._barred.items() if key[1] != digest}
 
     def takes(self, node: NodeLoad, digest: str) -> bool:
-        """Return whether a node has an adapter in memory or can load it."""
+        """Return whether a node has an adapter in memory or can load it now."""
         barred = self._barred.get((node.engine_id, digest))
         if barred is not None and barred[0] > self._clock():
             return False
@@ -102,7 +109,7 @@ class AdapterPlaces:
         )
 
     def why_not(self, nodes: Iterable[NodeLoad], digest: str) -> str:
-        """Return one line on why nodes cannot load an adapter."""
+        """Return a reason, in one line, why none of these nodes can load an adapter."""
         now = self._clock()
         for node in nodes:
             until, why = self._barred.get((node.engine_id, digest), (now, ""))
@@ -113,7 +120,7 @@ class AdapterPlaces:
         return "no node of a role was started with --max-adapters"
 
     def narrow(self, fleet: Fleet, digest: str) -> Fleet:
-        """Return the nodes of a fleet that have an adapter or can load it."""
+        """Return the fleet of only those nodes that have an adapter or can load it."""
 
         def takes(node: NodeLoad) -> bool:
             return self.takes(node, digest)
@@ -123,9 +130,9 @@ class AdapterPlaces:
         return fleet.only(takes, takes)
 
     def load_s(self, fleet: Fleet, digest: str) -> Mapping[str, float]:
-        """Return the seconds to load an adapter, by engine id of the nodes that lack it.
+        """Return how many seconds each node without an adapter needs to load it, by engine id.
 
-        For a node that is already loading, this is the time that remains.
+        For a node that is loading the adapter already, these are the seconds that remain.
         """
         now = self._clock()
         found: dict[str, float] = {}

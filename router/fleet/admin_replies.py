@@ -1,4 +1,4 @@
-"""AdminReplies: joins the parts of one node's answers to operators' questions."""
+"""AdminReplies: joins the parts of a node's answers to operators' questions into whole answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from baton.link.words import AdminReply
 from baton.v1 import admin_pb2
 from baton.wire.parts import count_parts
 
-# Maximum number of fields of one message, and of a whole answer; each field takes about 100 bytes.
+# Maximum number of fields in one message of an answer, and in the whole answer. A field takes about
+# 100 bytes of memory.
 MAX_PART_PARTS, MAX_REPLY_PARTS = 2**17, 2**19
 
 
@@ -27,9 +28,9 @@ class _Open:
 
 
 class AdminReplies:
-    """Tracks the open admin calls of one node, on the router's event loop.
+    """The questions to one node that wait for an answer, on the router's event loop.
 
-    Replies to unknown or closed calls are ignored. The size of an answer is limited.
+    Replies to unknown or closed questions are ignored. The size of an answer is limited.
     """
 
     def __init__(self) -> None:
@@ -37,17 +38,20 @@ class AdminReplies:
         self._open: dict[int, _Open] = {}
 
     def open_call(self) -> tuple[int, asyncio.Future[admin_pb2.NodeAdminResponse]]:
-        """Open a call; return its id and the future of its answer. `close_call` ends it."""
+        """Begin to wait for an answer; return the id of the question and the future of the answer.
+
+        The caller must call `close_call` in the end.
+        """
         call_id = next(self._ids) % 2**32
         opened = self._open[call_id] = _Open(asyncio.get_running_loop().create_future())
         return call_id, opened.answer
 
     def close_call(self, call_id: int) -> None:
-        """Close a call whose answer is not awaited any more."""
+        """Stop waiting for an answer."""
         self._open.pop(call_id, None)
 
     def on_reply(self, reply: AdminReply) -> None:
-        """Add the next part of an answer."""
+        """Add the next part to the answer that it belongs to."""
         opened = self._open.get(reply.call_id)
         if opened is None or opened.answer.done():
             return
@@ -78,7 +82,7 @@ class AdminReplies:
             opened.answer.set_result(opened.response)
 
     def close(self, why: str) -> None:
-        """End all open calls with an error, because the node is gone."""
+        """End all waits with an error, because the node is gone."""
         for opened in self._open.values():
             if not opened.answer.done():
                 opened.answer.set_exception(NodeUnavailableError(why))

@@ -14,15 +14,15 @@ from router.fleet.node_claims import registration_problem
 from router.fleet.node_pool import NodePool
 from router.fleet.served_identity import count_fitting
 
-MAX_SHOWN_CHARS = 64  # maximum number of characters quoted from a registration
-_TELLING_KEYS = ("model", "weights", "tokenizer")  # entries that suffice to tell base models apart
+MAX_SHOWN_CHARS = 64  # maximum number of characters of each entry that an error quotes
+_TELLING_KEYS = ("model", "weights", "tokenizer")  # entries of a node's identity that errors show
 
 
 class BasePools:
     """The pools of a router with several base models.
 
     Args:
-        pools: one per base model; they share a gate.
+        pools: the pool of each base model; all share one gate.
         models: each base model as the router's options name it, for errors.
 
     Raises:
@@ -46,11 +46,11 @@ class BasePools:
 
     @property
     def nodes(self) -> list[Node]:
-        """Nodes of all base models."""
+        """All joined nodes, whichever base model they serve."""
         return [node for pool in self._pools for node in pool.nodes]
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Return why a node can never join; empty if it can."""
+        """Return why this node can never join; empty if it can join now or later."""
         if problem := registration_problem(registration):
             return problem
         pool = self._find(registration)
@@ -72,11 +72,13 @@ class BasePools:
         return pool
 
     def _find(self, registration: NodeRegistration) -> NodePool | None:
-        """Return the pool whose model identity has the most entries in common with a node's.
+        """Return the pool of the base model that a node serves, or None if no pool fits.
 
-        If a single base model has the node's configuration, the node joins it even with other
-        weights or another tokenizer, as in a rollout of new weights. If several base models have
-        this configuration, the node could join the wrong one, so it joins none.
+        All entries that a pool's and the node's identity both have must be equal; the pool with the
+        most equal entries wins. If no pool fits in this way, but a single base model has the node's
+        configuration, the node joins this model's pool even with other weights or another
+        tokenizer, as in a rollout of new weights. If several base models have this configuration,
+        the node could join the wrong one, so it joins none.
         """
         identity = identity_of(registration.compatibility)
         fitting = [(count_fitting(pool.own_identity, identity), pool) for pool in self._pools]

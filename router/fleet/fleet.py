@@ -1,7 +1,7 @@
-"""Fleet: the nodes that may get a request now, and which of them reach each other.
+"""Fleet: the nodes that may get a request now, and which pairs of them are connected.
 
-A fleet is immutable except for its nodes' loads; `NodePool` makes a new one when nodes come, go or
-report on peers. A fleet may have 65,536 pairs, so pairs are never listed.
+A fleet never changes, except for the loads of its nodes; `NodePool` makes a new fleet when nodes
+come, go or report on peers. A fleet may have 65,536 pairs, so pairs are never listed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from router.fleet.load.node_load import NodeLoad
 
-Pair = tuple[str, str]  # engine ids of prefill and decode node; "": the decode node works alone
+# Engine ids of a prefill and a decode node; prefill "": the decode node works alone
+Pair = tuple[str, str]
 _NONE: Set[Pair] = frozenset()
 _NOBODY: Mapping[str, float] = {}
 
 
 class Fleet:
-    """The usable nodes of both roles, sorted by name.
+    """The nodes of both roles that may get a request, sorted by name.
 
     Args:
         prefills, decodes: nodes that may get requests.
-        reach: for each prefill node's engine id, the decode nodes that it reaches with the
-            bandwidth in bytes per second (0: unknown).
+        reach: for each prefill node's engine id, the decode nodes that it is connected to, each
+            with the bandwidth in bytes per second (0: unknown).
         self_prefilling: decode nodes that may compute a prompt themselves.
         ruled_out: pairs of engine ids that must not be used.
 
@@ -52,7 +53,8 @@ class Fleet:
         )
         unreached = set(ids)
         for reached in usable.values():
-            if not unreached:  # nearly always so, once one node has joined
+            # Usually true after one prefill node, because most reach all decode nodes
+            if not unreached:
                 break
             unreached -= reached
         self.decodes: Sequence[NodeLoad] = [d for d in by_name if d.engine_id not in unreached]
@@ -63,11 +65,11 @@ class Fleet:
         )
 
     def __bool__(self) -> bool:
-        """Return whether any request can be placed."""
+        """Return whether the fleet can serve requests, by a pair or by a node that works alone."""
         return bool(self.prefills or self.self_prefilling)
 
     def reaches(self, prefill: NodeLoad, decode: NodeLoad) -> bool:
-        """Return whether these nodes may form a pair; both must belong to this fleet."""
+        """Return whether two nodes of this fleet are connected and may be used as a pair."""
         pair = (prefill.engine_id, decode.engine_id)
         return pair[1] in self._reach[pair[0]] and pair not in self._ruled_out
 
@@ -76,12 +78,13 @@ class Fleet:
         return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
 
     def reached_by(self, prefill: NodeLoad) -> Sequence[NodeLoad]:
-        """Return the decode nodes that a prefill node here may use, sorted by name; never empty."""
+        """Return the decode nodes that a prefill node may be paired with, by name; never empty."""
         reached = self._reached.get(prefill.engine_id)
         if reached is None:
             usable = self._usable(prefill.engine_id)
             reached = self.decodes
-            if not usable >= self._decode_ids:  # rare: most prefill nodes share one list
+            # Rare: most prefill nodes reach all decode nodes and share one list
+            if not usable >= self._decode_ids:
                 reached = [decode for decode in self.decodes if decode.engine_id in usable]
             self._reached[prefill.engine_id] = reached
         return reached
@@ -94,10 +97,13 @@ class Fleet:
         *,
         alone: Callable[[NodeLoad], bool] | None = None,
     ) -> Fleet:
-        """Return a fleet of the nodes that pass these filters, without the ruled-out pairs.
+        """Return a fleet of the nodes for which these filters return True.
 
         Args:
-            alone: another filter, for decode nodes that compute prompts themselves.
+            prefill: filter of prefill nodes; None: keep all.
+            decode: filter of decode nodes; None: keep all.
+            ruled_out: pairs of engine ids that must not be used, in addition to earlier ones.
+            alone: second filter of decode nodes that compute prompts themselves; None: keep all.
         """
         return Fleet(
             filter(prefill, self.prefills),
@@ -108,7 +114,7 @@ class Fleet:
         )
 
     def encoding_images(self) -> Fleet:
-        """Return a fleet in which each node that computes prompts can encode images."""
+        """Return a fleet in which all nodes that compute prompts can encode images."""
 
         def encodes(node: NodeLoad) -> bool:
             return node.encodes_images
@@ -118,7 +124,7 @@ class Fleet:
         return self.only(prefill=encodes, alone=encodes)
 
     def by_revision(self) -> dict[str, Fleet]:
-        """Return one fleet per node revision."""
+        """Return one fleet for each revision of nodes."""
         groups: dict[str, tuple[list[NodeLoad], list[NodeLoad], list[NodeLoad]]] = {}
         for place, nodes in enumerate((self.prefills, self.decodes, self.self_prefilling)):
             for node in nodes:
@@ -135,10 +141,11 @@ class Fleet:
         }
 
     def with_room_for(self, num_tokens: int, num_tokens_at_end: int = 0) -> Fleet:
-        """Return a fleet of the nodes that have room for a request of this many tokens.
+        """Return a fleet of the nodes whose cache and length limit fit this many tokens.
 
         Args:
-            num_tokens_at_end: length that the request may reach. Nodes that would cut the request
+            num_tokens: tokens of the prompt, and at least one output token.
+            num_tokens_at_end: length that the request may reach. Nodes that would cut the output
                 short are left out, unless all nodes would.
         """
         at_end = min(num_tokens_at_end, self.max_model_len)
@@ -155,8 +162,8 @@ class Fleet:
 
     @functools.cached_property
     def max_model_len(self) -> int:
-        """Length of the longest request, in tokens, that some nodes can take; 0 without nodes."""
-        longest: dict[int, int] = {}  # most prefill nodes share one list, so compute once per list
+        """Tokens of the longest request that some pair of nodes can take; 0 without nodes."""
+        longest: dict[int, int] = {}  # by list of decode nodes: most prefill nodes share one list
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:
             reached = self.reached_by(prefill)
@@ -167,22 +174,22 @@ class Fleet:
 
     @functools.cached_property
     def is_complete(self) -> bool:
-        """Return whether every prefill node reaches every decode node."""
+        """Return whether every prefill node is connected to every decode node."""
         return all(self.reached_by(prefill) is self.decodes for prefill in self.prefills)
 
     @functools.cached_property
     def prefill_places(self) -> Mapping[str, int]:
-        """Index of each node in ``prefills``, by engine id."""
+        """Position of each node in ``prefills``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.prefills)}
 
     @functools.cached_property
     def decode_places(self) -> Mapping[str, int]:
-        """Index of each node in ``decodes``, by engine id."""
+        """Position of each node in ``decodes``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.decodes)}
 
     @functools.cached_property
     def self_prefilling_places(self) -> Mapping[str, int]:
-        """Index of each node in ``self_prefilling``, by engine id."""
+        """Position of each node in ``self_prefilling``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.self_prefilling)}
 
     @functools.cached_property

@@ -1,7 +1,7 @@
-"""Chooses the fleet: all nodes that may get requests, without ejected nodes.
+"""Makes the fleet: the nodes that may get requests, except those that look unhealthy.
 
-At most half of the nodes of a role are ejected: if most look unhealthy, the cause is probably
-elsewhere, and some nodes must do the work.
+At most half of the nodes of a role are left out: if most nodes look unhealthy, the cause is
+probably elsewhere, and some nodes must do the work.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from router.fleet.pairing import Reach
 
 
 def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -> Fleet:
-    """Return the fleet of the healthy nodes.
+    """Return the fleet of the nodes that are ready and look healthy.
 
     Args:
-        ready: nodes that may get requests.
+        ready: nodes that neither drain nor are stuck.
+        reach: which nodes are connected.
         may_self_prefill: whether decode nodes may compute prompts.
     """
     nodes = list(ready)
@@ -38,18 +39,19 @@ def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -
             self_prefilling=_loads_of(alone, without) if may_self_prefill else (),
         )
 
-    # If no healthy nodes reach each other, use all nodes.
+    # If no healthy nodes are connected, use unhealthy nodes, too.
     return make(unwanted) or make(set())
 
 
 def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -> Fleet:
-    """Make the fleet for pooled prompts, whose KV is not handed off.
+    """Return the fleet for pooled prompts, which need only a prefill node.
 
-    Each prefill node is paired with itself, so that policies place such a prompt like any other.
+    Each prefill node is paired with itself, so that policies can place a pooled prompt like any
+    other.
 
     Args:
-        ready: nodes that may get requests.
-        may_serve: returns whether a revision may get requests.
+        ready: nodes that neither drain nor are stuck.
+        may_serve: returns whether nodes of a revision may get requests.
     """
     prefills = [node for node in ready if node.registration.role is NodeRole.PREFILL]
     prefills = [node for node in prefills if may_serve(node.load.revision)] or prefills
@@ -59,7 +61,10 @@ def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -
 
 
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
-    """Return the nodes of one role to leave out now: ejected nodes first, then new ones."""
+    """Return the nodes of one role that get no requests now, at most half of the nodes.
+
+    Ejected nodes come first, then canaries that have their one request.
+    """
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
     unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))
     return unwanted[: len(nodes) // 2]

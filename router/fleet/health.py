@@ -4,8 +4,8 @@
        ^                                                                                |
        `-- more and more for 10 s -- WARMING <-- it answered ------- one request at a time
 
-A node that joins while others work also begins as a canary. `fleet_choice.py` decides which nodes
-get requests.
+A node that joins while other nodes of its role have requests also begins as a canary.
+`fleet_choice.py` decides which nodes get requests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
-FAILURES = 3  # number of failures in a row, without a success, that eject a node
+FAILURES = 3  # a node is ejected after this many failures without a success in between
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 WARMING_S = 10.0
 LEAST_WEIGHT = 0.2
 
 
 class HealthState(Enum):
-    """The states of a node's health, as one router sees it."""
+    """The states of one node's health, as one router judges it."""
 
     SERVING = "serving"
     EJECTED = "ejected"
@@ -37,8 +37,8 @@ class NodeHealth:
 
     Args:
         name: the node's name, for the log.
-        on_change: called when the node's share of requests may have changed.
-        is_canary: whether the node must first succeed with one request at a time.
+        on_change: called when the node may have become usable or unusable.
+        is_canary: whether the node gets one request at a time until it has answered one.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -59,14 +59,14 @@ class NodeHealth:
         self._on_change = on_change
         self._clock = clock
         self._until = 0.0  # when the pause or the warm-up ends
-        self._num_pauses = 0  # ejections since the last long healthy time
-        # Partners in the failures since the last success, by engine id. "" stands for failures of
-        # this node alone.
+        self._num_pauses = 0  # number of ejections since the node was last healthy for long
+        # Engine ids of the partner nodes in the failures since the last success. "" stands for a
+        # failure of this node alone.
         self._partners: list[str] = []
 
     @property
     def weight(self) -> float:
-        """Share of its usual load that the node should get, above 0 up to 1."""
+        """Share of a healthy node's load that this node should get, above 0 up to 1."""
         if self.state is HealthState.CANARY:
             return LEAST_WEIGHT
         if self.state is HealthState.WARMING:
@@ -81,23 +81,24 @@ class NodeHealth:
         return self.state is HealthState.EJECTED
 
     def note_open(self, num_open: int) -> None:
-        """Note the number of requests open on this node, after a request was placed or closed."""
+        """Note how many requests are open on this node, after one was placed or closed."""
         if self.state is HealthState.CANARY and num_open <= 1:
             self._on_change()
 
     def note_success(self) -> None:
-        """Note a request's first token from this node."""
+        """Note that the node computed the first token of a request."""
         self._partners.clear()
         if self.state is HealthState.CANARY:
             self._set(HealthState.WARMING, WARMING_S)
 
     def note_failure(self, partner: str, why: str) -> None:
-        """Note a failed attempt; too many of them eject the node.
+        """Note a failed attempt; enough of them eject the node.
 
         Args:
-            partner: engine id of the other node, if that node may be to blame. Failures with a
-                partner count only after failures with several partners. Empty: only this node is to
-                blame.
+            partner: engine id of the attempt's other node, if that node may be to blame. Failures
+                with partners count only once they had different partners. Empty: only this node is
+                to blame.
+            why: the error, for the log and for operators.
         """
         if self.state is HealthState.EJECTED:
             return
@@ -107,7 +108,7 @@ class NodeHealth:
             self.eject(why)
 
     def eject(self, why: str) -> None:
-        """Give the node no requests for a pause, which doubles with each ejection."""
+        """Give the node no requests for a pause; each further pause is twice as long."""
         pause_s = min(FIRST_PAUSE_S * 2**self._num_pauses, LONGEST_PAUSE_S)
         self._num_pauses += 1
         self.why = why
@@ -115,7 +116,7 @@ class NodeHealth:
         self._set(HealthState.EJECTED, pause_s)
 
     def tick(self) -> None:
-        """End a pause or the warm-up when its time is up; called once per beat interval."""
+        """End the pause or the warm-up if its time is up; called once per beat interval."""
         now = self._clock()
         if self.state is HealthState.SERVING and now > self._until + LONGEST_PAUSE_S:
             self._num_pauses = 0

@@ -1,7 +1,7 @@
-"""JoinGate: decides which nodes may join now. Knows no link and no request.
+"""JoinGate: decides which nodes may join now.
 
     a living node has the name or engine id       refuse, unless the process key matches
-    an address joins more often than a cluster    retry later
+    too many nodes join from one address          retry later
     the router has its maximum of nodes           retry later
     registrations would take too much memory      retry later
 
@@ -21,10 +21,12 @@ from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
 
 MAX_NODES = 4096
-# Maximum number of bytes of all registrations; each holds what a node tells its peers, some kB.
+# Maximum number of bytes of all registrations. A registration has some kB, mostly what the node's
+# peers must know to connect.
 MAX_KEPT_BYTES = 96 * 2**20
 MAX_KEPT_BYTES_OF_ADDRESS = 32 * 2**20
-# Joins per address: a burst that suffices for a whole cluster that returns, then a steady rate.
+# Joins allowed per address: a burst that is large enough for a whole cluster to join again, then a
+# steady rate.
 JOIN_BURST, JOINS_PER_S = 2048.0, 20.0
 MAX_ADDRESSES = 1024
 MAX_EXPELLED = 4096
@@ -39,13 +41,13 @@ class JoinGate:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Address -> (joins left, when this number was computed); the address that joined last is at
+        # Address -> (joins left, when this number was computed). The address that joined last is at
         # the end.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._expelled: OrderedDict[str, None] = OrderedDict()  # engine ids
 
     def expel(self, engine_id: str) -> None:
-        """Refuse this engine id from now on; the node may join after a restart."""
+        """Refuse the process with this engine id from now on; its node may join after a restart."""
         self._expelled[engine_id] = None
         while len(self._expelled) > MAX_EXPELLED:
             self._expelled.popitem(last=False)
@@ -57,11 +59,12 @@ class JoinGate:
     def obstacle(
         self, registration: NodeRegistration, nodes: Iterable[Node], address: str = ""
     ) -> str:
-        """Return why a node may not join now; empty if it may join. The node may retry later.
+        """Return why a node may not join now, although it may later; empty if it may join.
 
         Args:
             nodes: nodes that have joined.
-            address: remote address without the port; if empty, limits per address are skipped.
+            address: remote address without the port; empty: unknown, so the limits per address do
+                not apply.
         """
         num_nodes, num_bytes = 0, num_bytes_of(registration)
         num_bytes_there = num_bytes
@@ -102,6 +105,6 @@ class JoinGate:
 
 
 def is_same_process(one: NodeRegistration, other: NodeRegistration) -> bool:
-    """Return whether two registrations come from one process, which has one secret key."""
+    """Return whether two registrations come from one process: engine id and process key agree."""
     keys = one.process_key, other.process_key
     return one.engine_id == other.engine_id and all(keys) and hmac.compare_digest(*keys)

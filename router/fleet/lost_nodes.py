@@ -6,8 +6,7 @@ A lost node is not always dead: links break and recover, and processes stall and
     another engine id joins under the same name    the node died
     nothing comes back for a while                 the node died
 
-Operators see the nodes that did not come back; `Suspects` counts the deaths. `LostNodes` knows no
-node that is joined now.
+Operators see the nodes that did not come back; `Suspects` counts the deaths.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from baton.link.words import NodeRegistration, NodeRole
 SHOWN_S = 300.0
 MAX_SHOWN = 256
 MAX_LOSSES = 1024
-# A process that was stopped or unlinked for longer than this many seconds counts as dead.
+# A node counts as dead if it has not joined again after this many seconds.
 RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """Fates of a lost node: undecided, returned, dead."""
+    """Fates of a lost node: not known yet, came back, or died."""
 
     OPEN = "open"
     RETURNED = "returned"
@@ -39,12 +38,12 @@ class Fate(Enum):
 
 @dataclass(slots=True, eq=False)
 class Loss:
-    """The loss of one node, which left unexpectedly. Only `LostNodes` changes this object.
+    """The unexpected leave of one node. Only `LostNodes` changes this object.
 
     Attributes:
         at: time of the loss, by the pool's clock.
-        num_open: attempts that were open on the node.
-        fate: the fate as later joins revealed it; `LostNodes.fate` also considers the time.
+        num_open: number of attempts that were open on the node.
+        fate: what later joins have shown; `LostNodes.fate` also considers how much time has passed.
     """
 
     at: float
@@ -59,7 +58,7 @@ class LostNodes:
 
     Args:
         clock: returns monotonic seconds.
-        return_s: a node that stays away for this many seconds counts as dead.
+        return_s: seconds after which a node that has not come back counts as dead.
     """
 
     def __init__(
@@ -67,16 +66,20 @@ class LostNodes:
     ) -> None:
         self._clock = clock
         self._return_s = return_s
-        self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # undecided losses, oldest first
-        self._missing: dict[str, tuple[float, NodeRegistration]] = {}  # by name, oldest first
+        self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # the latest losses, oldest first
+        # By node name, oldest first: when the node left, and its registration
+        self._missing: dict[str, tuple[float, NodeRegistration]] = {}
 
     def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:
-        """Record a node that left unexpectedly, unless its loss is recorded and still undecided."""
+        """Record that a node left unexpectedly.
+
+        Does nothing if a loss of this engine id is recorded whose fate is not known yet.
+        """
         if not any(one.engine_id == engine_id for one in self._losses if self._is_open(one)):
             self._losses.append(Loss(self._clock(), engine_id, node_name, num_open))
 
     def note_joined(self, engine_id: str, node_name: str) -> None:
-        """Decide open losses: the joined process lives, its name's earlier processes died."""
+        """Decide losses: the process that joined lives, earlier processes of its name have died."""
         for loss in self._losses:
             if self._is_open(loss):
                 if loss.engine_id == engine_id:
@@ -85,12 +88,12 @@ class LostNodes:
                     loss.fate = Fate.DEAD
 
     def fate(self, loss: Loss) -> Fate:
-        """Return the fate of a lost node, as far as it is known now."""
+        """Return what became of a lost node, as far as it is known now."""
         is_late = self._clock() >= loss.at + self._return_s
         return Fate.DEAD if loss.fate is Fate.OPEN and is_late else loss.fate
 
     def lost_since(self, at: float) -> list[Loss]:
-        """Return the losses since ``at``, without those of nodes that came back."""
+        """Return the losses since ``at``, except those of nodes that came back."""
         return [one for one in self._losses if one.at >= at and one.fate is not Fate.RETURNED]
 
     @property
@@ -103,7 +106,7 @@ class LostNodes:
         return loss.fate is Fate.OPEN
 
     def note_missing(self, registration: NodeRegistration) -> None:
-        """Remember a node that left, without its peer info, so that operators see it."""
+        """Remember a node that left, without its peer info, so that operators see it as missing."""
         identity = dict(identity_of(registration.compatibility))
         known = dataclasses.replace(registration, peer_info=b"", compatibility=identity)
         self.forget(registration.node_name)
@@ -112,9 +115,9 @@ class LostNodes:
             del self._missing[next(iter(self._missing))]
 
     def forget(self, name: str) -> None:
-        """Forget a lost node of this name, because it is back or not expected.
+        """Stop listing a node as missing, because it is back or is not expected.
 
-        Ignore unknown names.
+        Does nothing if no node of this name is missing.
         """
         self._missing.pop(name, None)
 

@@ -1,7 +1,6 @@
 """Node: one joined node, with its link, its open legs, and the load that the router counts.
 
 A leg is one node's part of an attempt. The node passes deltas to the attempts that wait for them.
-Refuses to know: other nodes.
 """
 
 from __future__ import annotations
@@ -36,26 +35,28 @@ from router.fleet.health import NodeHealth
 from router.fleet.load.forecast import PrefillForecast
 from router.fleet.load.node_load import Account, NodeLoad, SharedRates
 
-# A prefill node is stalled if it made no progress for `STALLED_S`, and for `STALLED_FACTOR` times
-# the seconds of its queued work.
+# A prefill node is stalled if it finished no prompt for `STALLED_S`, and for `STALLED_FACTOR` times
+# the predicted seconds of its queued prompts.
 STALLED_S, STALLED_FACTOR = 5.0, 10.0
-# A thread looks stuck if its round lasts this many times longer than the longest earlier round of
-# the node. Rounds above `LONGEST_ROUND_S` do not count as the longest.
+# A node's thread looks stuck if its current round lasts this many times as long as the node's
+# longest earlier round. Earlier rounds above `LONGEST_ROUND_S` count as `LONGEST_ROUND_S`.
 ROUND_FACTOR, LONGEST_ROUND_S = 3.0, 15.0
 
 
-# A node that missed this many beats is silent, and is blamed if its peers' work with it fails. A
-# little later, it either sends beats again or is declared lost.
+# A node that missed this many beats is silent, and is blamed if an attempt on it and a peer fails.
+# Soon afterwards, the node either sends beats again or is declared lost.
 SILENT_BEATS = 2
-# Attempts of a lost node that end in one round of the event loop: more would block other requests.
+# Maximum number of a lost node's attempts that are ended in one round of the event loop: more would
+# block other requests.
 LEGS_AT_ONCE = 64
 
 
 class LegDelta(msgspec.Struct, frozen=True, gc=False):
-    """A delta and the leg of the request that it came from.
+    """A delta, and the role of the node that it came from.
 
     Attributes:
-        node_lost: whether the router made this delta because the link broke or the node is silent.
+        node_lost: whether the router made this delta itself, because the link broke or the node is
+            silent.
     """
 
     role: NodeRole
@@ -64,20 +65,20 @@ class LegDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class LegReader(Protocol):
-    """Receives an attempt's deltas from nodes.
+    """The receiver of an attempt's deltas.
 
-    Its methods must not wait: a link serves many attempts.
+    The methods must not wait, because a link serves many attempts.
     """
 
     def on_leg_delta(self, item: LegDelta) -> None:
         """Handle a delta of any kind."""
 
     def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
-        """Handle a token that comes without other data, by far the most frequent case."""
+        """Handle a token without other data, which is by far the most frequent delta."""
 
 
 def num_bytes_of(registration: NodeRegistration) -> int:
-    """Return the size of a registration's texts, which are kept as long as the node lives."""
+    """Return the size in bytes of what the router keeps of a registration while the node lives."""
     entries = registration.compatibility
     texts = sum(map(sys.getsizeof, (*entries, *entries.values())))
     return len(registration.peer_info) + len(registration.encodings_peer_info) + texts
@@ -89,9 +90,9 @@ class LegWork:
 
     Attributes:
         num_tokens: on a decode node, maximum number of tokens that the request may hold; on a
-            prefill node, tokens to compute.
-        max_tokens: tokens to decode within ``timeout_s``; 0: none.
-        arrives_s: seconds until the prompt's KV is expected.
+            prefill node, number of tokens to compute.
+        max_tokens: number of tokens to decode within ``timeout_s``; 0: none.
+        arrives_s: seconds until the prompt's KV is expected on the node.
     """
 
     num_tokens: int
@@ -116,19 +117,19 @@ class Node:
     """One joined node.
 
     Attributes:
-        send: puts a command on the node's link.
-        hang_up: ends the link; a living node dials again.
+        send: sends a command over the node's link.
+        hang_up: ends the link; a living node opens a new one.
         reports: the node's reports about its peers, by the peer's engine id.
-        load: the load that policies read; only this node and its pool write there. Set when the
-            node joins, like ``health`` and ``clock``.
+        load: the load that policies read; only this node and its pool change it. Set when the node
+            joins, as are ``health`` and ``clock``.
         health: decides whether the node should get requests.
-        legs: open attempts here, by epoch.
+        legs: open attempts on this node, by epoch.
         clock: returns monotonic seconds.
         is_stuck: whether a thread of the node makes no progress although the node sends beats.
-        replies: the node's answers to operators.
+        replies: the node's answers to operators' questions.
         identity: entries that identify the model that the node runs.
         address: remote address of the node's link, without the port.
-        num_bytes: size of the node's registration.
+        num_bytes: size of the node's registration in bytes.
         changes_weights: whether an operator told the node to change its weights: the node drains,
             leaves, and joins again.
     """
@@ -156,7 +157,7 @@ class Node:
     def start_measuring(
         self, shared: SharedRates, health: NodeHealth, clock: Callable[[], float]
     ) -> None:
-        """Set up load and health from shared measurements when the node joins a pool."""
+        """Set the node's load, health and clock when it joins a pool."""
         self.clock = clock
         self.load = NodeLoad(self.registration, shared, clock)
         self.health = health
@@ -167,7 +168,7 @@ class Node:
 
     @property
     def weights(self) -> str:
-        """Return the version of the node's weights."""
+        """Version of the model weights on the node; empty: unknown."""
         return self.registration.compatibility.get("weights", "")
 
     @property
@@ -176,17 +177,17 @@ class Node:
 
     @property
     def num_open(self) -> int:
-        """Number of attempts open here."""
+        """Number of attempts open on this node."""
         return len(self.legs)
 
     @property
     def is_draining(self) -> bool:
-        """Return whether the node takes no new requests."""
+        """Return whether the node takes no new requests, because it drains or has drained."""
         return self.beat.serving_state is not ServingState.SERVING
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the node has sent nothing for some beat intervals."""
+        """Return whether the node has missed more beats than `SILENT_BEATS`."""
         return self.num_missed_beats > SILENT_BEATS + 1
 
     @property
@@ -194,9 +195,9 @@ class Node:
         return self.load.beat
 
     def watch(self) -> None:
-        """Eject the node if it is stalled, and update its weight; called once per beat interval."""
+        """Eject the node if it is stalled, and update its weight; call once per beat interval."""
         load = self.load
-        if self.beat.num_waiting_for_adapters:  # requests wait for adapter files
+        if self.beat.num_waiting_for_adapters:  # a node that reads adapter files is not stalled
             load.note_stalled()
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")
@@ -205,28 +206,28 @@ class Node:
         load.weight = self.health.weight
 
     def looks_stuck(self, timeout_s: float) -> bool:
-        """Return whether a thread's current round lasts suspiciously long.
+        """Return whether the current round of one of the node's threads lasts suspiciously long.
 
-        The round must last at least ``timeout_s``, and several times longer than any round that
+        The round must last at least ``timeout_s``, and several times as long as any round that
         ended before.
         """
         longest_s = min(self.beat.longest_round_s, LONGEST_ROUND_S)
         return self.beat.stalled_s >= max(timeout_s, ROUND_FACTOR * longest_s)
 
     def fail_legs(self, why: str) -> None:
-        """End all attempts here with UNAVAILABLE, because the node is lost."""
+        """End all attempts on this node with UNAVAILABLE, because the node is lost."""
         error = RequestError(
             "UNAVAILABLE", f"{self.registration.role.value} node {self.name} {why}"
         )
         self._fail_all(error, node_lost=True)
 
     def preempt_legs(self, why: str) -> None:
-        """End all attempts here with PREEMPTED: they are retried elsewhere without penalty."""
+        """End all attempts on this node with PREEMPTED, so that their calls move to other nodes."""
         error = RequestError("PREEMPTED", f"{self.registration.role.value} node {self.name} {why}")
         self._fail_all(error)
 
     def _fail_all(self, error: RequestError, *, node_lost: bool = False) -> None:
-        """End all attempts here, a few per round of the event loop."""
+        """End all attempts on this node, at most `LEGS_AT_ONCE` per round of the event loop."""
         deltas = [failed_delta(leg.request_id, epoch, error) for epoch, leg in self.legs.items()]
         self._fail_some(iter(deltas), node_lost)
 
@@ -238,7 +239,7 @@ class Node:
             asyncio.get_running_loop().call_soon(self._fail_some, deltas, node_lost)
 
     def open_leg(self, request_id: str, epoch: int, reader: LegReader, work: LegWork) -> None:
-        """Register an attempt whose deltas go to ``reader``."""
+        """Count an attempt's work on this node, and pass its deltas to ``reader`` from now on."""
         load, promise = self.load, None
         if work.max_tokens:
             num_steps, now = min(work.max_tokens, load.shared.long_output_tokens), self.clock()
@@ -253,18 +254,21 @@ class Node:
         self.health.note_open(len(self.legs))
 
     def forecast_of(self, epoch: int) -> PrefillForecast | None:
-        """Return the expected times of a leg's prompt; None: it is not computed here, or begun."""
+        """Return the expected times of an attempt's prompt.
+
+        Returns None if this node does not compute the prompt, or has computed it already.
+        """
         leg = self.legs.get(epoch)
         return None if leg is None else leg.account.forecast
 
     def relieve_leg(self, epoch: int) -> None:
-        """Take a leg's tokens off the load although deltas may still come."""
+        """Take an attempt's prompt off the load, because it is computed; deltas may still come."""
         leg = self.legs.get(epoch)
         if leg is not None:
             self.load.note_computed(leg.account)
 
     def close_leg(self, epoch: int) -> None:
-        """Close an attempt's leg and drop its later deltas; do nothing if it is already closed."""
+        """End an attempt's work on this node, and drop its later deltas; safe to repeat."""
         leg = self.legs.pop(epoch, None)
         if leg is not None:
             self.health.note_open(len(self.legs))
@@ -276,20 +280,21 @@ class Node:
         self._pass_on_delta(delta, node_lost=node_lost)
 
     def _pass_on_delta(self, delta: RequestDelta, *, node_lost: bool = False) -> None:
-        """Give a delta to its attempt's reader; drop a delta of a closed leg."""
+        """Pass a delta to its attempt, or drop it if the attempt has ended; measure no prompts."""
         leg = self._leg_of(delta)
         if leg is not None:
-            if delta.error is not None:  # escape characters that could control a terminal
+            # The error comes from a node: escape characters that could control a terminal
+            if delta.error is not None:
                 error = RequestError(printable(delta.error.code), printable(delta.error.message))
                 delta = msgspec.structs.replace(delta, error=error)
             self._learn(leg, delta)
             leg.reader.on_leg_delta(LegDelta(self.registration.role, delta, node_lost))
 
     def deliver_step(self, step: StepDeltas) -> None:
-        """Pass an engine step's rows and deltas to their attempts."""
+        """Pass the tokens and deltas of one engine step to their attempts."""
         legs, role = self.legs, self.registration.role
         is_decode = role is NodeRole.DECODE
-        # A node sent these columns, so their lengths may be wrong.
+        # The columns come from a node, so their lengths may differ.
         rows = zip(step.epochs, step.output_indexes, step.token_ids, strict=False)
         for epoch, output_index, token_id in rows:
             leg = legs.get(epoch)
@@ -308,7 +313,7 @@ class Node:
         return leg if leg and leg.request_id == delta.request_id else None
 
     def _note_prefilled(self, deltas: Sequence[RequestDelta]) -> None:
-        """Measure the prompts that one step finished together."""
+        """Measure the prompts that one step finished, as these deltas report."""
         receipts, accounts = [], []
         for delta in deltas:
             if delta.prefill and (leg := self._leg_of(delta)):
@@ -318,7 +323,7 @@ class Node:
             self.load.note_prefilled(receipts, accounts)
 
     def _learn(self, leg: _Leg, delta: RequestDelta) -> None:
-        """Update the node's health and load from a delta."""
+        """Update the node's health and load by what a delta reports."""
         if delta.prefill is not None:
             self.health.note_success()
         if self.registration.role is NodeRole.PREFILL or delta.error is not None:
@@ -333,6 +338,6 @@ class Node:
             self.load.note_prompt_time(leg.account, delta.decode.first_step_s)
 
     def _begin(self, leg: _Leg) -> None:
-        """Note the first token of an attempt on a decode node."""
+        """Note that this decode node sent an attempt's first token."""
         self.health.note_success()
         self.load.note_begun(leg.account)

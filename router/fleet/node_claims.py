@@ -1,8 +1,8 @@
-"""Node claims: checks that a node's messages about itself and its requests are possible.
+"""Node claims: checks that the values in a node's messages are possible.
 
-A joined node may be broken, of another version, or hostile. An impossible value ends its link with
-an error of one line before any code uses the value. Whether a possible value is likely is not
-judged, and nodes are not compared.
+A joined node may be broken, of another version, or hostile. An impossible value ends the node's
+link with an error of one line before any code uses the value. This module does not judge whether a
+possible value is likely, and does not compare nodes.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from baton.link.words import (
     StepTime,
 )
 
-MAX_NAME_CHARS = 256  # maximum number of characters of node names, engine ids, addresses, versions
+MAX_NAME_CHARS = 256  # maximum number of characters of a node name, engine id, address or version
 MAX_WHY_CHARS = 1024
 _NAME = f"must have at most {MAX_NAME_CHARS} printable characters"
 MAX_COMPATIBILITY_ENTRIES, MAX_COMPATIBILITY_CHARS = 64, 4096
-MAX_REGISTRATION_PARTS = 2**10  # three texts per compatibility entry, plus the other fields
+# Each entry of ``compatibility`` is three parts; the other fields are few
+MAX_REGISTRATION_PARTS = 2**10
 MAX_NUM_BLOCKS, MAX_BLOCK_SIZE, MAX_MODEL_LEN = 2**26, 2**16, 2**26
 MAX_RANKS = 2**10
 MAX_KV_BYTES_PER_TOKEN = 2.0**30
 MAX_STEP_TIMES = 16
-MAX_RATE = 1e15  # bytes per second
+MAX_RATE = 1e15  # in bytes per second
 MAX_SECONDS = 1e9
-# Maximum number of characters of an error, or of a peer's problem, per message; Baton's nodes send
-# at most half
+# Maximum number of characters of an error, or of a problem with a peer, in one message. Baton's
+# nodes send at most half as many.
 MAX_TEXT_CHARS = 2**16
-# Maximum number of requests that a node may report. Real nodes have fewer: each running request
-# holds a block, and routers limit waiting requests.
+# Maximum number of block hashes in one message about a node's cache.
 MAX_KV_HASHES = 2**17
 # Maximum number of requests that a node may report. Real nodes have fewer: each running request
-# holds a block, and routers limit waiting ones.
+# holds a block, and routers limit the number of waiting requests.
 MAX_REQUESTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Limits of token ids and lengths.
+    """The base model's limits on the token ids and lengths in nodes' messages.
 
     Attributes:
         size: number of token ids, which begin at 0.
-        max_model_len: the model's limit of tokens per request; no output is longer.
+        max_model_len: maximum number of tokens of a request; no output is longer.
     """
 
     size: int
@@ -66,7 +66,7 @@ class Vocabulary:
 
 
 def registration_problem(registration: NodeRegistration) -> str:
-    """Return which claim in a registration is impossible; empty if all are possible."""
+    """Return which value of a registration is impossible; empty if all are possible."""
     names = {
         "node_name": registration.node_name,
         "engine_id": registration.engine_id,
@@ -108,7 +108,7 @@ def registration_problem(registration: NodeRegistration) -> str:
         value = getattr(registration, field)
         if not least <= value <= most:
             return f"{field}: must be {least} to {most}, got {value}"
-    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # refuses NaN, too
+    if not 0 <= registration.kv_bytes_per_token <= MAX_KV_BYTES_PER_TOKEN:  # also true for NaN
         return (
             f"kv_bytes_per_token: must be 0 to {MAX_KV_BYTES_PER_TOKEN:.0f}, "
             f"got {registration.kv_bytes_per_token:g}"
@@ -129,7 +129,7 @@ def _step_times_problem(field: str, step_times: Sequence[StepTime]) -> str:
             return (
                 f"{field}: num_tokens must rise and be 1 to {MAX_MODEL_LEN}, got {one.num_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # refuses NaN, too
+        if not 0 < one.seconds <= MAX_SECONDS:  # also true for NaN
             return f"{field}: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
         num_before = one.num_tokens
     return ""
@@ -146,15 +146,15 @@ def _decode_times_problem(decode_times: Sequence[DecodeTime]) -> str:
                 f"decode_times: num_context_tokens must be 0 to {MAX_MODEL_LEN}, "
                 f"got {one.num_context_tokens}"
             )
-        if not 0 < one.seconds <= MAX_SECONDS:  # refuses NaN, too
+        if not 0 < one.seconds <= MAX_SECONDS:  # also true for NaN
             return f"decode_times: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
     return ""
 
 
 def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: Vocabulary) -> str:
-    """Return which claim in an event is impossible, or "".
+    """Return which value of an event is impossible; empty if all are possible.
 
-    Takes a few passes over columns, in C.
+    The long columns of a step are only read by built-in functions, which are fast.
     """
     match event:
         case StepDeltas():
@@ -239,7 +239,8 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s, prefill.encodings_wait_s
-        # The tokens of a preempted request may count several times; `NodeLoad` limits the number.
+        # ``num_computed_tokens`` is not checked: tokens of a preempted request may be counted
+        # several times, and `NodeLoad` limits the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:
@@ -250,7 +251,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
             return f"decode: push.transport: {_NAME}"
         if len(decode.why_drafts) > MAX_WHY_CHARS or not decode.why_drafts.isprintable():
             return f"decode: why_drafts: must have at most {MAX_WHY_CHARS} printable characters"
-    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # refuses NaN, too
+    if not all(abs(seconds) <= MAX_SECONDS for seconds in times):  # also true for NaN
         return f"receipt: times must be at most {MAX_SECONDS:.0f} s"
     return ""
 
@@ -268,7 +269,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"
     for field in ("stalled_s", "longest_round_s", "adapter_load_s"):
-        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # refuses NaN, too
+        if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # also true for NaN
             return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
     if not _is_name(beat.stalled_thread):
         return f"stalled_thread: {_NAME}"
@@ -278,7 +279,7 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
 
 
 def _report_problem(report: PeerReport) -> str:
-    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # refuses NaN, too
+    if not 0 <= report.bandwidth_bytes_per_s <= MAX_RATE:  # also true for NaN
         return (
             f"bandwidth_bytes_per_s: must be 0 to {MAX_RATE:g}, "
             f"got {report.bandwidth_bytes_per_s:g}"

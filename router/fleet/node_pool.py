@@ -1,6 +1,7 @@
-"""NodePool: the joined nodes, which of them reach each other, and the open legs on each.
+"""NodePool: the joined nodes, which of them are connected, and the attempts open on each.
 
-The pool takes registrations, reports and deltas from links, and makes the dispatcher's fleet. It
+The pool gets registrations, reports and deltas from links, and makes the fleet from which policies
+pick nodes.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ from router.fleet.served_identity import ServedIdentity
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_CHARS = 1024  # maximum number of characters kept of a node's report on a peer
-# Nodes hang up on a router that is silent for about a second. After it stalled for `HELD_UP_S`,
-# this router expects such hang-ups for another `HELD_UP_FOR_S`.
+# Maximum number of characters kept of a problem that a node reports about a peer
+MAX_KEPT_CHARS = 1024
+# Nodes hang up on a router that is silent for about a second. If this router was busy for longer
+# than `HELD_UP_S`, it does not take nodes that hang up within the next `HELD_UP_FOR_S` for lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
@@ -68,28 +70,29 @@ class NodePool:
     """All nodes of one base model.
 
     Args:
-        own_identity: entries of `model_identity` known from the router's own folder. Nodes with
-            another ``model`` are refused; nodes with other differences join but do not serve.
-        max_model_len: maximum number of tokens of one request, by the model; nodes may allow fewer.
-        max_missed_beats: a node is lost if it misses more beats than this in a row.
-        eligibility: predicates; a node gets new requests only while all of them are true. Call
-            `note_eligibility_change` after a result changes.
+        own_identity: entries of `model_identity` that follow from the router's own model folder.
+            Nodes with another ``model`` are refused; nodes with other differences may join but
+            get no requests.
+        max_model_len: the model's maximum number of tokens per request; nodes may allow fewer.
+        max_missed_beats: a node that misses more beats than this in a row is lost.
+        eligibility: functions of a node; the node gets new requests only while all return True.
+            Call `note_eligibility_change` when a result changes.
         may_self_prefill: whether decode nodes may compute prompts.
-        engine_timeout_s: a node is stuck if one of its threads stays in one round for this long,
-            and much longer than in any round before.
-        vocab_size: size of the model's vocabulary; a node that sends larger token ids is removed.
+        engine_timeout_s: a node is stuck if one round of one of its threads lasts this many
+            seconds, and much longer than any round before.
+        vocab_size: size of the model's vocabulary; the link of a node that sends a larger token id
+            is ended.
         clock: returns monotonic seconds.
         router_id: id of the router; None: a random one.
-        gate: decides which nodes may join now; None: make a new gate. Pools of one router share a
-            gate.
+        gate: decides which nodes may join now, for all pools of a router; None: make a new gate.
 
     Attributes:
         router_id: distinguishes this router's requests from other routers'.
-        prefix_index: which nodes have which prompts in their prefix caches.
-        lost_nodes: nodes that left unexpectedly.
+        prefix_index: which nodes have which parts of prompts in their prefix caches.
+        lost_nodes: the nodes that left unexpectedly.
         gate: decides which nodes may join now.
         identity: decides which identity of the nodes' models is served.
-        rollout: decides which revisions get requests, and their shares.
+        rollout: decides which revisions of nodes get requests, and how many.
         vocabulary: limits of token ids and lengths in nodes' messages.
         adapters: which nodes have or can load which adapters.
         encode_places: which nodes encode which images.
@@ -117,7 +120,7 @@ class NodePool:
         self.rollout = Rollout(clock)
         self._own_model = own_identity["model"]
         self.vocabulary = Vocabulary(vocab_size, max_model_len)
-        # Length of the longest request that the latest fleet can take; before the first fleet, the
+        # Tokens of the longest request that the latest fleet can take; before the first fleet, the
         # model's limit.
         self._max_model_len = max_model_len
         self._max_missed_beats = max_missed_beats
@@ -129,12 +132,14 @@ class NodePool:
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
-        self._counted_at: float | None = None  # when missed beats were last counted
+        self._counted_at: float | None = None  # time of the last count of missed beats
         self._held_up_until = -math.inf
-        self._fleet: Fleet | None = None  # the fleet; None: computed at the next read
-        # The fleet for pooled prompts; None: computed at the next read
+        self._fleet: Fleet | None = None  # None: make the fleet when it is read next
+        # Fleet for pooled prompts; None: make it when it is read next
         self._prompt_fleet: Fleet | None = None
-        self._missing_since: float | None = None  # None: computed at the next read
+        # When the last missing node left, of the roles that have no usable node; None: find out at
+        # the next read.
+        self._missing_since: float | None = None
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
         self.adapters = AdapterPlaces(clock)
@@ -150,9 +155,9 @@ class NodePool:
         return len(self._nodes)
 
     def can_load_adapter(self, digest: str) -> bool:
-        """Return whether joined nodes of each role have an adapter or can load it.
+        """Return whether each role has a node that has an adapter in memory or can load it.
 
-        A role without nodes counts as able to load: requests wait for the role's nodes anyway.
+        A role without any joined node is ignored: requests wait for a node of this role anyway.
         """
         nodes = [n for n in self._nodes.values() if n.registration.role in PAIR_ROLES]
         takes = {n.registration.role for n in nodes if self.adapters.takes(n.load, digest)}
@@ -160,14 +165,14 @@ class NodePool:
 
     @property
     def forecasts(self) -> ForecastCounts:
-        """Counts of the ratio of forecast to measured times of prompts, over all nodes."""
+        """Counts of how well the times of prompts were forecast, over all nodes."""
         return self._rates.forecasts
 
     @property
     def max_model_len(self) -> int:
-        """Longest request, in tokens, that some pair of serving nodes can take.
+        """Tokens of the longest request that some pair of nodes can take now.
 
-        While no pair exists, the last known value remains. Nodes without a pair do not count.
+        While no pair can be used, the last known value remains.
         """
         if self.fleet:
             self._max_model_len = min(self.fleet.max_model_len, self.vocabulary.max_model_len)
@@ -175,7 +180,10 @@ class NodePool:
 
     @property
     def max_prompt_len(self) -> int:
-        """Maximum length, plus 1, of a prompt that is not handed over; see `max_model_len`."""
+        """Number of tokens that a pooled prompt must stay below.
+
+        While no prefill node can be used, `max_model_len`.
+        """
         fleet = self.prompt_fleet
         limit = self.vocabulary.max_model_len
         return min(fleet.max_model_len, limit) if fleet else self.max_model_len
@@ -188,13 +196,14 @@ class NodePool:
         prefill: Node | None,
         num_cached_tokens: int,
     ) -> EncodeWork:
-        """Choose where the images of an attempt are encoded, and count this work.
+        """Choose which encode nodes encode the images of an attempt, and count this work.
 
         Args:
             request_id: the call's id on nodes.
             epoch: number of the attempt.
             prefill: the attempt's prefill node; None: the decode node encodes all images.
-            num_cached_tokens: prompt tokens believed to be cached on the prefill node.
+            num_cached_tokens: number of prompt tokens that the prefill node probably has in its
+                cache.
         """
         plan = None
         if images and prefill is not None and prefill.registration.encodings_peer_info:
@@ -210,7 +219,7 @@ class NodePool:
         return EncodeWork(request_id, images, plan, self.encode_places)
 
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
-        """Return the longest request, in tokens, that all of these nodes can take."""
+        """Return the tokens of the longest request that all of these nodes can take."""
         return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))
 
     @property
@@ -220,14 +229,14 @@ class NodePool:
 
     @property
     def has_had_both_roles(self) -> bool:
-        """Return whether nodes of both roles have ever joined; if so, missing nodes may return."""
+        """Return whether prefill and decode nodes have ever joined, so that they may return."""
         return self._roles_seen >= set(PAIR_ROLES)
 
     @property
     def may_encode_images(self) -> bool:
-        """Return whether prompts may have images, because a node encodes images or may join later.
+        """Return whether the router accepts prompts with images.
 
-        False if all nodes that have joined so far cannot encode images.
+        False if nodes have joined and none of them could encode images.
         """
         return self._has_had_encoders or self._roles_seen.isdisjoint(PAIR_ROLES)
 
@@ -237,10 +246,13 @@ class NodePool:
         return NodeRole.PREFILL in self._roles_seen
 
     def awaited_until(self, return_s: float) -> float:
-        """Return until when a node that completes a pair may return; -inf if none is expected.
+        """Return until when the pool expects nodes of a role that lacks usable nodes.
+
+        Returns -inf if no node is expected.
 
         Args:
-            return_s: how long calls wait for a crashed node, or one that changes its weights.
+            return_s: seconds that calls wait for a crashed node, or for a node that changes its
+                weights.
         """
         lacking = [role for role in PAIR_ROLES if not any(map(self.is_eligible, self._of(role)))]
         if any(node.changes_weights for role in lacking for node in self._of(role)):
@@ -251,11 +263,11 @@ class NodePool:
         return self._missing_since + return_s
 
     def awaits_nodes(self, return_s: float) -> bool:
-        """Return whether a missing node of some role may come back; see `awaited_until`."""
+        """Return whether nodes that the pool lacks are expected to return; see `awaited_until`."""
         return self.awaited_until(return_s) > self.clock()
 
     async def wait_for_change(self) -> None:
-        """Wait until a node comes, goes or changes, or reports on a peer."""
+        """Wait until a node joins, leaves, changes its state, or reports on a peer."""
         await self._changed.wait()
 
     def node(self, engine_id: str) -> Node | None:
@@ -265,17 +277,17 @@ class NodePool:
 
     @property
     def own_identity(self) -> Mapping[str, str]:
-        """Entries of `model_identity` known from the router's own folder."""
+        """Entries of `model_identity` that follow from the router's own model folder."""
         return self.identity.own
 
     def find_pool(self, registration: NodeRegistration) -> NodePool:
-        """Return this pool, which all nodes join if the router has one base model."""
+        """Return this pool: if the router has one base model, all nodes join its pool."""
         return self
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Return why a node can never join; empty if it can.
+        """Return why this node can never join; empty if it can.
 
-        `gate` decides whether it may join now.
+        `gate` decides whether the node may join now.
         """
         if not registration.node_name or not registration.engine_id:
             return "node_name and engine_id must not be empty"
@@ -293,10 +305,10 @@ class NodePool:
         return ""
 
     def add_node(self, node: Node) -> None:
-        """Add a node that the gate lets in, and introduce it to its peers.
+        """Add a node that the gate has let in, and introduce it to its peers.
 
-        The node's earlier link may still be listed: a node may notice a broken link before the
-        router does.
+        Removes the node's earlier link, if it is still listed: a node may notice a broken link
+        before the router does.
         """
         for old in self.nodes:
             if node.name == old.name or node.engine_id == old.engine_id:
@@ -327,18 +339,21 @@ class NodePool:
             logger.warning("%s gets no requests: %s", node.name, problem)
 
     def remove(self, node: Node, why: str = "went away", *, on_purpose: bool = False) -> None:
-        """Remove a node: fail its legs and tell its peers.
+        """Remove a node, end its attempts and tell its peers.
 
         Args:
-            on_purpose: whether the router decided this; if so, no request is suspected.
+            why: what happened to the node, for errors and the log.
+            on_purpose: whether the router decided to remove it; if so, no request is suspected of
+                killing it.
         """
         if self._nodes.get(node.engine_id) is not node:
-            return  # removed or replaced already
+            return  # the node was removed or replaced before
         del self._nodes[node.engine_id]
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            if not self._is_held_up:  # the node hung up because this router stalled; the node lives
+            # If the router was held up, the node hung up for this reason and lives
+            if not self._is_held_up:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -355,7 +370,10 @@ class NodePool:
         self._note_change()
 
     def _review_identity(self, left: Identity | None = None) -> bool:
-        """Choose the served identity; if it changed, reindex caches. Return whether it changed."""
+        """Choose the served identity anew; if it changed, index the caches of the nodes anew.
+
+        Returns whether the identity changed.
+        """
         is_another = self.identity.review(self._nodes.values(), left=left)
         if is_another:
             for node in self._nodes.values():
@@ -377,22 +395,24 @@ class NodePool:
             node.send(SendKVSnapshot())
 
     def _note_kv_sizes(self) -> None:
-        """Take the median of the nodes' KV sizes per token, for estimates of transfer times."""
+        """Set the KV size per token, for estimates of transfer times: the median over all nodes."""
         sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
         known = [size for size in sizes if size]
         self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
 
     def expel(self, name: str) -> NodeRegistration:
-        """Remove a node at once, by name or engine id; it may join again only after a restart.
+        """Remove a node at once, by name or engine id; its process can never join again.
 
-        Raises NotFoundError if no such node has joined.
+        A node that is missing is no longer expected.
+
+        Raises NotFoundError if no node of this name has joined or is missing.
         """
         for node in self.nodes:
             if name in (node.name, node.engine_id):
                 self.gate.expel(node.engine_id)
                 self.remove(node, "was removed by an operator", on_purpose=True)
                 self._review_identity(left=node.identity)
-                # A node that still reads its link stops in an orderly way
+                # If the node still reads its link, this command ends its process in an orderly way.
                 node.send(DrainCommand(stop=True))
                 node.hang_up()
                 return node.registration
@@ -406,9 +426,10 @@ class NodePool:
         raise NotFoundError(f"there is no node {name!r}")
 
     def count_missed_beats(self) -> None:
-        """Send beats and count missed ones; call once per beat interval. Removes silent nodes.
+        """Send a beat to each node and count its missed beats; remove silent nodes.
 
-        Counts calls instead of seconds, so a stall of this router does not make nodes look silent.
+        Call this once per beat interval. Calls are counted instead of seconds, so that a stall of
+        this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
@@ -417,29 +438,29 @@ class NodePool:
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
-            # The first missed beat does not count, because the beat may be on its way.
+            # The first missed beat is not counted, because the node's beat may be on its way.
             if node.num_missed_beats > self._max_missed_beats + 1:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
     @property
     def _is_late(self) -> bool:
-        """Return whether the last count of missed beats is too long ago."""
+        """Return whether beats were last counted too long ago, because this process stalled."""
         return self._counted_at is not None and self.clock() - self._counted_at > HELD_UP_S
 
     @property
     def _is_held_up(self) -> bool:
-        """Return whether this process stalled recently, so that nodes may have hung up on it."""
+        """Return whether this process stalled lately, so that nodes may have hung up on it."""
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:
-        """Remove a node that sent an impossible value; it may join again."""
+        """End the link of a node that sent an impossible value; the node may join again."""
         logger.warning("hung up on %s, which said something impossible: %s", node.name, problem)
         self.remove(node, "said something impossible", on_purpose=True)
         node.hang_up()
 
     def on_event(self, node: Node, event: NodeEvent, *, is_checked: bool = False) -> None:
-        """Handle a node's event; hang up if the event is impossible."""
+        """Handle an event from a node; end the node's link if the event is impossible."""
         if self._nodes.get(node.engine_id) is not node:
             return  # the node was removed, but its link has not ended yet
         problem = "" if is_checked else event_problem(node.registration, event, self.vocabulary)
@@ -462,7 +483,8 @@ class NodePool:
             and (peer := self._nodes.get(event.engine_id)) is not None
             and are_peers(node, peer)
         ):
-            # Shorten the text, because one is kept per pair; escape what could control a terminal.
+            # The problem is cut, because one is kept per pair of nodes, and characters that could
+            # control a terminal are escaped.
             problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
             event = dataclasses.replace(event, problem=problem)
             node.reports[event.engine_id] = event
@@ -475,10 +497,10 @@ class NodePool:
         was_draining, had = node.is_draining, node.beat.adapters
         node.load.note_beat(beat)
         if beat.adapters != had:
-            self._wake_waiting()  # a call may be waiting for a free adapter slot
+            self._wake_waiting()  # wakes calls that wait for a free adapter slot
         self._watch_progress(node)
         if node.is_draining:
-            # With every beat, because the node may have served requests since the last beat
+            # Sent for every beat, because the node may have served requests since its last beat.
             node.send(DrainSeen())
         if node.is_draining is not was_draining:
             logger.info("%s is %s", node.name, beat.serving_state.value)
@@ -486,9 +508,10 @@ class NodePool:
             self._note_change()
 
     def _watch_progress(self, node: Node) -> None:
-        """Mark a node as stuck, or no longer stuck, if other nodes can do its work.
+        """Mark a node as stuck, or as no longer stuck.
 
-        A stuck process ends itself a little later. If it recovers, it is used again.
+        A node is marked as stuck only if another node can do its work. A stuck process ends itself
+        a little later; if it goes on instead, it is used again.
         """
         is_stuck = node.looks_stuck(self._engine_timeout_s)
         others = (one for one in self._of(node.registration.role) if one is not node)
@@ -508,7 +531,7 @@ class NodePool:
 
     @property
     def fleet(self) -> Fleet:
-        """Nodes that may get requests now, and which of them reach each other."""
+        """The nodes that may get requests now, and which pairs of them are connected."""
         if self._fleet is None:
             made = make_fleet(
                 filter(self.is_eligible, self._nodes.values()),
@@ -520,7 +543,7 @@ class NodePool:
 
     @property
     def prompt_fleet(self) -> Fleet:
-        """Prefill nodes that may now get pooled prompts, which need no decode node."""
+        """The prefill nodes that may now get pooled prompts, which need no decode node."""
         if self._prompt_fleet is None:
             ready = filter(self.is_eligible, self._nodes.values())
             self._prompt_fleet = make_prompt_fleet(ready, self.rollout.may_serve)
@@ -528,18 +551,18 @@ class NodePool:
 
     @property
     def reachable_encode_nodes(self) -> set[str]:
-        """Engine ids of encode nodes that may get images and reach a prefill node."""
+        """Engine ids of encode nodes that may get images and are connected to a prefill node."""
         reached = self._reach.bandwidths
         ready = filter(self.is_eligible, self._of(NodeRole.ENCODE))
         return {node.engine_id for node in ready if reached.get(node.engine_id)}
 
     @property
     def num_pairs_connected(self) -> int:
-        """Number of connected pairs, including nodes that get no requests."""
+        """Number of connected pairs of nodes, including nodes that get no requests."""
         return sum(map(len, self._reach.bandwidths.values()))
 
     def is_eligible(self, node: Node) -> bool:
-        """Return whether a node may get new requests."""
+        """Return whether a node may get new requests, whatever its health."""
         return (
             not (node.is_draining or node.is_stuck)
             and self.identity.admits(node)
@@ -547,21 +570,22 @@ class NodePool:
         )
 
     def allow_self_prefill(self, may_self_prefill: bool) -> None:
-        """Set whether decode nodes may compute prompts."""
+        """Set whether decode nodes may compute prompts themselves."""
         self._may_self_prefill = may_self_prefill
         self._note_change()
 
     def note_eligibility_change(self) -> None:
-        """Make a new fleet, because an eligibility predicate may have changed."""
+        """Make a new fleet and wake waiting calls: a node's eligibility may have changed."""
         self._note_change()
 
     def why_no_pair(
         self, num_tokens: int = 1, adapter: str = "", *, has_images: bool = False
     ) -> str:
-        """Return one line that tells a client why no pair of nodes can take this many tokens.
+        """Return a reason, in one line for a client, why no pair of nodes can take a request.
 
         Args:
-            adapter: digest of the adapter that the pair must have or load; empty: none.
+            num_tokens: length of the request.
+            adapter: digest of the adapter that both nodes must have or load; empty: none.
             has_images: whether the node that computes the prompt must encode images.
         """
         if self.fleet and has_images and not self.fleet.encoding_images():
@@ -579,9 +603,9 @@ class NodePool:
         )
 
     def why_no_prompt_node(self, num_tokens: int, adapter: str = "") -> str:
-        """Return one line that tells a client why no prefill node can take a prompt.
+        """Return a reason, in one line for a client, why no prefill node can take a pooled prompt.
 
-        See `why_no_pair`.
+        For the arguments, see `why_no_pair`.
         """
         nodes = self._of(NodeRole.PREFILL)
         if not nodes:
@@ -600,7 +624,7 @@ class NodePool:
 
     def _wake_waiting(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()  # later waits are for the next change
+        self._changed = asyncio.Event()  # calls that wait from now on wait for the next change
 
     def _of(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.registration.role is role]

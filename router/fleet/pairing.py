@@ -1,4 +1,4 @@
-"""Pairing: which nodes are compatible, and which of these reach each other."""
+"""Pairing: which nodes are compatible with each other, and which of these are connected."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from router.fleet.node import Node
 logger = logging.getLogger(__name__)
 
 MAX_SAID_CHARS = 128
-# Roles in the order in which bytes travel: a node sends to nodes of the next role.
+# Roles in the order in which data travels: a node sends to nodes of the next role.
 _ORDER = (NodeRole.ENCODE, NodeRole.PREFILL, NodeRole.DECODE)
 _PAIRED = ({NodeRole.PREFILL, NodeRole.DECODE}, {NodeRole.ENCODE, NodeRole.PREFILL})
 
 
 def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
-    """Return whether bytes may travel between two nodes, by their roles and options."""
+    """Return whether two nodes may exchange KV or encodings, by their roles and options."""
     roles = {one.role, other.role}
     if NodeRole.ENCODE in roles:
         return roles in _PAIRED and bool(one.encodings_peer_info or other.encodings_peer_info)
@@ -26,15 +26,16 @@ def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
-    """Return the first entry in which two nodes differ so that they cannot be paired.
+    """Return the first entry of ``compatibility`` that keeps two nodes from being paired.
 
-    "" if none. An encode node has only the entries on which encodings depend.
+    Returns an empty text if there is none. With an encode node, only the entries that the encode
+    node has are compared, because encodings depend on them alone.
     """
     keys = one.compatibility.keys() | other.compatibility.keys()
     for node in (one, other):
         if node.role is NodeRole.ENCODE:
             keys = set(node.compatibility)
-    # Compare the revision first, because it may be why other entries differ.
+    # The revision comes first, because another revision may be the reason for other differences.
     for key in sorted(keys, key=lambda key: (key != REVISION, key)):
         mine, theirs = one.compatibility.get(key), other.compatibility.get(key)
         if mine != theirs:
@@ -46,20 +47,20 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _short(said: str | None) -> str:
-    """Shorten a text from a node, because a report is kept for each pair of nodes."""
+    """Shorten a text from a node, because one report is kept per pair of nodes."""
     text = str(said)
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
 def introduce(node: Node, peers: Iterable[Node]) -> None:
-    """Tell a joined node about its compatible peers, and these peers about the node."""
+    """Tell a node that joined about its compatible peers, and these peers about the node."""
     for other in peers:
         problem = incompatibility(node.registration, other.registration)
         if problem:
             report = PeerReport("", False, problem=problem)
             node.reports[other.engine_id] = other.reports[node.engine_id] = report
             is_other_revision = node.registration.revision != other.registration.revision
-            # During a rollout, nodes of different revisions are expected.
+            # During a rollout, nodes of different revisions join on purpose, so this is no warning.
             level = logging.DEBUG if is_other_revision else logging.WARNING
             logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
             continue
@@ -68,7 +69,7 @@ def introduce(node: Node, peers: Iterable[Node]) -> None:
 
 
 def _update_about(node: Node, reader: Node) -> PeerUpdate:
-    """Return what a peer must know to reach a node."""
+    """Return the message that tells ``reader`` how to connect to ``node``."""
     told, info = node.registration, node.registration.peer_info
     if reader.registration.role is NodeRole.ENCODE:
         info = told.encodings_peer_info
@@ -83,17 +84,17 @@ def are_peers(one: Node, other: Node) -> bool:
 
 
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
-    """Count compatible pairs that are not connected.
+    """Count pairs of compatible nodes that are not connected.
 
-    A pair is down if one end reports that it cannot reach the other, or if one end left
-    unexpectedly. A lost node reports nothing and its peers forget it, so lost nodes are counted by
-    role.
+    A pair is down if one of the two nodes reports that it is not connected to the other, or if one
+    of them left unexpectedly. Nobody reports on a lost node, so each lost node counts as one pair
+    with every node of the other role and the same revision.
     """
     nodes = list(nodes)
     down: set[frozenset[str]] = set()
     for node in nodes:
         for engine_id, report in node.reports.items():
-            # Reports on incompatible nodes do not contain any engine id.
+            # the report on an incompatible node has no engine id
             if report.engine_id and not report.connected:
                 down.add(frozenset((node.engine_id, engine_id)))
     present = Counter((node.registration.role, node.registration.revision) for node in nodes)
@@ -112,7 +113,7 @@ def why_no_pair(
     is_eligible: Callable[[Node], bool],
     identity_problem: Callable[[Node], str],
 ) -> str:
-    """Return one line that tells a client why no two nodes can serve its request."""
+    """Return a reason, in one line for a client, why no pair of nodes takes requests."""
     for nodes in ([*prefills, *decodes], prefills, decodes):
         foreign = [node for node in nodes if identity_problem(node)]
         if foreign and len(foreign) == len(nodes):
@@ -137,18 +138,18 @@ def _role_of(node: Node) -> str:
 
 
 class Reach:
-    """Which nodes reach each other, by their latest reports.
+    """Which nodes are connected, according to their latest reports.
 
     Attributes:
-        bandwidths: sending node -> receiving node -> bytes per second (0: unknown), by engine id.
-            Encode nodes send to prefill nodes, and these to decode nodes.
+        bandwidths: sending node -> receiving node -> bytes per second (0: unknown), by engine ids.
+            Encode nodes send to prefill nodes, and prefill nodes to decode nodes.
     """
 
     def __init__(self) -> None:
         self.bandwidths: dict[str, dict[str, float]] = {}
 
     def note_report(self, one: Node, other: Node) -> None:
-        """Update a pair after one node reported on the other."""
+        """Update the state of a pair, because one of its nodes reported on the other."""
         sender, receiver = sorted((one, other), key=lambda n: _ORDER.index(n.registration.role))
         there, back = sender.reports.get(receiver.engine_id), receiver.reports.get(sender.engine_id)
         self.note(sender.engine_id, receiver.engine_id, there, back)
@@ -156,9 +157,13 @@ class Reach:
     def note(
         self, sender: str, receiver: str, there: PeerReport | None, back: PeerReport | None
     ) -> None:
-        """Update a pair from the two nodes' latest reports on each other.
+        """Update the state of a pair from its nodes' latest reports on each other.
 
-        A pair is connected if the sending node says so and the receiving node reports no problem.
+        A pair is connected if the sender reports a connection and the receiver reports no problem.
+
+        Args:
+            there: the sender's report on the receiver; None: no report yet.
+            back: the receiver's report on the sender; None: no report yet.
         """
         reached = self.bandwidths.setdefault(sender, {})
         if there is not None and there.connected and (back is None or not back.problem):
@@ -168,7 +173,7 @@ class Reach:
             reached.pop(receiver, None)
 
     def forget(self, engine_id: str) -> None:
-        """Remove a node that went away."""
+        """Remove all pairs of a node that left."""
         self.bandwidths.pop(engine_id, None)
         for reached in self.bandwidths.values():
             reached.pop(engine_id, None)

@@ -1,17 +1,19 @@
-"""Rollout: decides which revisions of nodes get requests, and which share. Knows no request.
+"""Rollout: decides which revisions of nodes get requests, and which share of the requests.
 
     revision    nodes started with one --revision; only nodes of one revision are paired
-    complete    a prefill and a decode node of the revision may get requests and reach each other
-    serving     complete and not undone; if no revision is, all nodes may serve
-    share       of new requests: the smaller of a revision's shares of prefill and decode capacity
+    complete    a prefill and a decode node of the revision are connected and may get requests
+    serving     complete and not undone; without such a revision, undone ones serve, too
+    share       part of new requests: the smaller of the revision's parts of prefill and decode
+                capacity
 
     steady      one revision serves
     rolling     several revisions serve
-    paused      shares are frozen, whatever nodes come
-    undone      a revision gets nothing while another one is complete
+    paused      shares are frozen, even if nodes join or leave
+    undone      an operator has undone a revision: it gets nothing while another one is complete
 
-Capacity counts nodes that may get requests, weighted by health, and decode nodes also by KV memory.
-When nodes join or leave, the shares follow, so rolling back works like rolling forward.
+A prefill node's capacity is its weight, which depends on its health; a decode node's capacity is
+its weight times its KV memory. When nodes join or leave, the shares follow, so rolling back works
+like rolling forward.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from router.fleet.load.node_load import NodeLoad
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of remembered revisions without nodes, not counting undone ones
+# Maximum number of revisions without nodes that are remembered, undone revisions not counted.
 MAX_REMEMBERED = 64
 
 
@@ -43,8 +45,8 @@ class RevisionView:
         name: the revision's name; empty for nodes without a revision.
         state: serving, incomplete or undone.
         share: the revision's share of new requests.
-        num_prefill, num_decode: nodes that may get requests.
-        num_placed: first attempts placed on the revision while several existed.
+        num_prefill, num_decode: number of nodes that may get requests.
+        num_placed: number of requests that were given to this revision while several served.
     """
 
     name: str
@@ -64,10 +66,11 @@ class Rollout:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: list[str] = []  # revisions, the newest last
+        self._seen: list[str] = []  # revisions of nodes that have joined, the newest last
         self._undone: set[str] = set()
         self._held: Mapping[str, float] | None = None  # shares while paused
-        self._parts: Mapping[str, Fleet] = {}  # serving revisions, if there are several
+        # Fleet of each serving revision; empty if there is only one revision
+        self._parts: Mapping[str, Fleet] = {}
         self._credits: dict[str, float] = {}
         self._shares: Mapping[str, float] = {}
         self._shares_at = -math.inf
@@ -76,9 +79,9 @@ class Rollout:
     # ------------------------------------------------------------------ nodes
 
     def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
-        """Note a joined node's revision, which counts as the newest if it is new.
+        """Note the revision of a node that joined; a new revision is the newest.
 
-        To make room, forgets only revisions that have no node and are not undone.
+        Forgets the oldest revisions without nodes, except undone ones, if too many are remembered.
 
         Args:
             here: revisions of all nodes that have joined.
@@ -95,7 +98,7 @@ class Rollout:
                 self.num_placed.pop(forgotten, None)
 
     def admit(self, fleet: Fleet) -> Fleet:
-        """Return a new fleet without the nodes of revisions that get no requests."""
+        """Return the fleet of only those nodes whose revision gets requests."""
         self._parts, self._shares_at = {}, -math.inf
         names = _revisions_in(fleet)
         if len(names) <= 1:
@@ -104,7 +107,7 @@ class Rollout:
         complete = {name: part for name, part in parts.items() if part.prefills}
         serving = {name: complete[name] for name in complete if name not in self._undone}
         serving = serving or complete
-        if not serving:  # there are only decode nodes, of any revision
+        if not serving:  # no revision has a pair: all nodes that work alone may serve
             return fleet
         self._parts = serving
         if len(serving) == len(names):
@@ -116,13 +119,13 @@ class Rollout:
         return fleet.only(serves, serves)
 
     def may_serve(self, revision: str) -> bool:
-        """Return whether no operator has undone a revision."""
+        """Return whether a revision may get requests: no operator has undone it."""
         return revision not in self._undone
 
     def choose(self, session_id: str = "") -> Fleet | None:
-        """Return the fleet of the revision whose turn it is, or None for a single revision.
+        """Return the fleet of the revision that gets the next request; None: only one serves.
 
-        Requests of one session stay with a revision as long as its share permits, because their
+        Requests of one session stay with one revision as long as its share permits, because their
         prefix is cached on its nodes.
         """
         if len(self._parts) <= 1:
@@ -133,7 +136,7 @@ class Rollout:
         return self._parts[name]
 
     def _next_turn(self, shares: Mapping[str, float]) -> str:
-        """Return the revision whose turn it is; turns alternate as evenly as the shares allow."""
+        """Return the revision that gets the next request, so that the shares are kept evenly."""
         credits = {name: self._credits.get(name, 0.0) + share for name, share in shares.items()}
         name = max(credits, key=lambda one: (credits[one], one))
         credits[name] -= 1.0
@@ -141,11 +144,12 @@ class Rollout:
         return name
 
     def shares(self) -> Mapping[str, float]:
-        """Return the share of new requests per revision, summing to 1; empty for one revision."""
+        """Return each revision's share of new requests, summing to 1; empty if only one serves."""
         if len(self._parts) <= 1:
             return {}
         now = self._clock()
-        if now - self._shares_at >= BEAT_INTERVAL_S:  # weights also change with time
+        # Nodes' weights change with time, not only when the fleet changes
+        if now - self._shares_at >= BEAT_INTERVAL_S:
             self._shares, self._shares_at = self._current_shares(), now
         return self._shares
 
@@ -153,7 +157,7 @@ class Rollout:
         shares = _shares_of_capacity(self._parts)
         if self._held is not None:
             held = {name: self._held.get(name, 0.0) for name in shares}
-            if sum(held.values()) > 0:  # 0 if no revision with a frozen share is here
+            if sum(held.values()) > 0:  # the sum is 0 if no revision with a frozen share serves
                 shares = held
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}
@@ -162,7 +166,7 @@ class Rollout:
 
     @property
     def state(self) -> str:
-        """One of steady, rolling, paused, undone."""
+        """State of the rollout: steady, rolling, paused or undone."""
         if self._undone:
             return "undone"
         if self._held is not None:
@@ -170,22 +174,21 @@ class Rollout:
         return "rolling" if len(self._parts) > 1 else "steady"
 
     def pause(self) -> None:
-        """Freeze the shares, so that new revisions get nothing until `resume`.
+        """Freeze the shares, so that new revisions get no requests until `resume`.
 
-        If no revision with a frozen share is complete, the other revisions serve.
+        If no revision with a frozen share serves, the shares follow capacity all the same.
         """
         shares = self.shares() or dict.fromkeys(self._parts or self._seen, 1.0)
         self._held, self._shares_at = dict(shares), -math.inf
 
     def undo(self, revision: str | None = None) -> str:
-        """Place nothing new on a revision while another revision is complete.
-
-        `resume` reverts this.
+        """Give a revision no new requests while another revision is complete, until `resume`.
 
         Args:
             revision: name of the revision; None: the newest one.
 
-        Returns the revision's name. Raises NotFoundError; InvalidRequestError if only one exists.
+        Returns the revision's name. Raises NotFoundError if there is no such revision, and
+        InvalidRequestError if there is only one revision.
         """
         if len(self._seen) < 2:
             raise InvalidRequestError("revision", "there is only one, so none can be undone")
@@ -198,12 +201,12 @@ class Rollout:
         return name
 
     def resume(self) -> None:
-        """Let shares follow capacity again, and allow all undone revisions again."""
+        """Let the shares follow capacity again, and allow all undone revisions."""
         self._undone.clear()
         self._held, self._shares_at = None, -math.inf
 
     def view(self, nodes: Iterable[NodeLoad], fleet: Fleet) -> list[RevisionView]:
-        """Return every revision that has a node, the newest last.
+        """Return the state of each revision that has a joined node, the newest last.
 
         Args:
             nodes: all joined nodes.
@@ -234,7 +237,10 @@ def _revisions_in(fleet: Fleet) -> set[str]:
 
 
 def _shares_of_capacity(parts: Mapping[str, Fleet]) -> dict[str, float]:
-    """Return each revision's capacity: the smaller of its shares of prefill and decode."""
+    """Return for each revision the smaller of its parts of all prefill and decode capacity.
+
+    The result need not sum to 1.
+    """
     prefill = {name: sum(node.weight for node in part.prefills) for name, part in parts.items()}
     decode = {name: sum(map(_decode_capacity, part.decodes)) for name, part in parts.items()}
     of_prefill, of_decode = sum(prefill.values()), sum(decode.values())
@@ -248,7 +254,7 @@ def _decode_capacity(node: NodeLoad) -> float:
 def _of_session(session_id: str, shares: Mapping[str, float]) -> str:
     """Choose a session's revision by weighted rendezvous hashing.
 
-    Few sessions move when shares change.
+    When the shares change, few sessions move to another revision.
     """
 
     def score(name: str) -> float:

@@ -1,13 +1,14 @@
 """ServedIdentity: decides which nodes serve a base model, by the identity of their model.
 
-    nodes match the router's own model folder                    these nodes serve
-    the folder has no weights, or the matching nodes are gone    another identity may serve
-    the last node of an identity drains or is removed            another identity may serve
-    the last node of an identity was lost                        the router waits for its return
+    some nodes match the router's own model folder        these nodes serve
+    the last node of the served identity drains or is     another identity may serve
+    removed
+    the last node of the served identity is lost          the router waits for its return
 
-So nodes that join by mistake or too early get no request, and nodes with new weights serve once the
-old nodes have drained. For `SETTLE_S` after the first join, an identity with more nodes replaces
-one with fewer, so the order of joins after a restart does not matter.
+If the folder has no weight files, nodes with any weights match it. Nodes that join by mistake or
+too early get no requests, and nodes with new weights serve once the old nodes have drained. For
+`SETTLE_S` after the first join, an identity with more nodes replaces an identity with fewer, so the
+order of joins after a restart does not matter.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ SETTLE_S = 2.0
 
 
 class ServedIdentity:
-    """Chooses the served model identity of one base model.
+    """Chooses which model identity of the nodes is served as one base model.
 
     Args:
-        own: entries known from the base model's folder; ``weights`` only if it has them.
+        own: entries that follow from the base model's folder; ``weights`` only if it has weight
+            files.
         clock: returns monotonic seconds.
 
     Attributes:
-        served: the served identity, even while its nodes are lost; None before the first.
-        num_changes_total: how often the served identity was replaced by another.
+        served: the served identity, even while all its nodes are lost; None before the first
+            choice.
+        num_changes_total: how often another identity replaced the served one.
     """
 
     def __init__(self, own: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,34 +52,39 @@ class ServedIdentity:
         self.num_changes_total = 0
         self._own = {key: own[key] for key in IDENTITY_KEYS if key in own}
         self._clock = clock
-        self._settled_at = math.inf  # when the first node joined; infinite before
-        self._is_given_up = False  # whether the last node of `served` drained or was removed
+        self._settled_at = math.inf  # `SETTLE_S` after the first node joined; infinite before
+        # Whether the last node of the served identity drained or was removed
+        self._is_given_up = False
 
     @property
     def own(self) -> Mapping[str, str]:
-        """Entries known from the router's own folder."""
+        """Entries of the identity that follow from the router's own model folder."""
         return self._own
 
     def admits(self, node: Node) -> bool:
-        """Return whether a node's model identity is the served one, as far as its role has it."""
+        """Return whether a node's model identity is the served one.
+
+        Of an encode node, only the entries that it has are compared.
+        """
         if node.registration.role is NodeRole.ENCODE:
             served = dict(self.served or ())
             return all(served.get(key) == one for key, one in node.identity if one)
         return node.identity == self.served
 
     def follow_nodes(self) -> None:
-        """Accept nodes with other weights than the router's folder: an operator changes weights.
+        """Accept nodes whose weights differ from the folder's, because an operator changes weights.
 
-        Otherwise the first node with the folder's weights would replace the nodes with new ones.
+        Otherwise the first node with the folder's weights would replace the nodes with new weights.
         """
         self._own.pop("weights", None)
 
     def problem(self, node: Node) -> str:
-        """Return why a node may not serve, naming the entry that differs; empty if it may serve."""
+        """Return why a node gets no requests: the entry that differs; empty if it gets requests."""
         if self.admits(node):
             return ""
         theirs = dict(node.identity)
-        if node.registration.role is NodeRole.ENCODE:  # it has no KV and no adapters
+        # An encode node lacks entries about KV and adapters
+        if node.registration.role is NodeRole.ENCODE:
             theirs = {**dict(self.served or ()), **{key: one for key, one in theirs.items() if one}}
         for key, value in self._own.items():
             if not _fits(key, theirs.get(key, ""), value):
@@ -87,13 +95,14 @@ class ServedIdentity:
         return "nothing is served yet"
 
     def review(self, nodes: Iterable[Node], *, left: Identity | None = None) -> bool:
-        """Choose again after a node joined, left or began to drain.
+        """Choose the served identity anew after a node joined, left or began to drain.
 
-        Return whether the choice changed.
+        Returns whether the choice changed.
 
         Args:
-            nodes: nodes that have joined; those that do not compute any text have no say.
-            left: identity of a node that just left on a command.
+            nodes: all joined nodes; encode nodes do not influence the choice.
+            left: identity of a node that has just left because an operator or its drain ended it;
+                None: no such node.
         """
         num_active: Counter[Identity] = Counter()
         for node in nodes:
@@ -116,8 +125,9 @@ class ServedIdentity:
         return True
 
     def _choose(self, num_active: Counter[Identity]) -> Identity | None:
-        """Return the identity to serve; None: keep the current one."""
-        # A node whose tokenizer differs from this router's must not serve.
+        """Return the identity to serve; None: keep the served one."""
+        # Nodes with other weights may serve, but not nodes with another tokenizer than this
+        # router's.
         usable = [one for one in num_active if self._has_own(one, without="weights")]
         preferred = [one for one in usable if self._has_own(one)]
         is_second_best = (
@@ -157,7 +167,10 @@ class ServedIdentity:
 
 
 def count_fitting(own: Mapping[str, str], identity: Identity) -> int | None:
-    """Return how many known entries of a folder a node's identity has; None if one differs."""
+    """Return how many entries a model folder and a node's identity have in common.
+
+    Returns None if an entry of the folder differs.
+    """
     theirs = dict(identity)
     known = {key: own[key] for key in IDENTITY_KEYS if key in own}
     return len(known) if all(_fits(key, theirs[key], one) for key, one in known.items()) else None

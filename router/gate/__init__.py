@@ -1,1 +1,1 @@
-"""The router's gate: decides which requests begin, wait or are refused. Knows no placement."""
+"""The router's gate: decides which requests begin, wait or are refused; places no requests."""

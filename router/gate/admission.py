@@ -5,9 +5,9 @@
                requests go by (priority, arrival)
             -> begins
 
-Under overload, requests wait or are refused here, where their order is known, instead of on a node
-or in a hand-off. `Capacity` tells how much work the nodes can take, `FairQueue` chooses the next
-request, and the routing policy chooses its nodes.
+When the nodes are full, requests wait or are refused here, where their order is known, instead of
+on a node or in a hand-off. `Capacity` tells how much work the nodes can take, and `FairQueue`
+chooses the next request. The routing policy later chooses the request's nodes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from router.gate.fair_queue import FairQueue
 from router.gate.rate_limits import Rate, RateLimits
 from router.gate.ticket import Ticket
 
-# Seconds between two checks for room on the nodes while requests wait.
+# While requests wait, this many seconds pass between two checks whether the nodes have room.
 _PUMP_INTERVAL_S = 0.005
-# Factor by which planned times are extended: without a margin, half of the requests would finish
-# late.
+# A request is refused if its expected time, multiplied by this factor, exceeds its deadline.
+# Without a margin, half of the requests would finish late.
 _MARGIN = 1.15
 _RETRY_DELAY_LIMITS_S = (0.1, 60.0)
 
@@ -43,7 +43,7 @@ class AdmissionState:
 
     Attributes:
         expected_wait_s: expected time to first token of a request that arrives now.
-        num_refused: refused requests since the start, by reason.
+        num_refused: number of refused requests since the start, by reason.
     """
 
     num_queued: int
@@ -54,12 +54,12 @@ class AdmissionState:
 
 
 class Admission:
-    """Admit the requests of one base model, on its event loop.
+    """The gate of one base model: lets requests begin when the nodes have room for them.
 
     Args:
         capacity: estimates the load that the nodes can take.
-        options: limits for all requests.
-        rates: limits of each API key.
+        options: limits for all requests together.
+        rates: limits per minute of each API key.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Admission:
         """Wait for the request's turn; while the context lasts, the request counts as begun.
 
         Args:
-            request_id: id for `withdraw`.
+            request_id: id by which `withdraw` finds the waiting request.
             timeout_s: seconds until the request's deadline.
-            priority: order among the tenant's requests; smaller ones begin first.
+            priority: order among the tenant's requests; smaller numbers begin first.
             principal: the caller.
             find_cached_tokens: returns how many of the prompt's tokens are cached on some node;
                 called only if needed.
@@ -115,7 +115,8 @@ class Admission:
         num_kv_tokens = num_prompt_tokens
         if needs_decode:
             num_kv_tokens = self._capacity.kv_tokens(num_prompt_tokens, max_tokens)
-        # Requests without a tenant compete with no other tenant, so their cost does not matter.
+        # The cost only decides between tenants. Without tenants, nobody needs to know which tokens
+        # are cached.
         num_cached_tokens = find_cached_tokens() if principal.tenant else 0
         ticket = Ticket(
             request_id=request_id,
@@ -161,7 +162,7 @@ class Admission:
             del self._of_key[principal.name]
 
     def withdraw(self, request_id: str, error: BatonError) -> bool:
-        """End a request's wait with an error; return whether it waited."""
+        """End a waiting request with an error; return whether the request waited."""
         for ticket in self._queue.tickets():
             if ticket.request_id == request_id:
                 self._turn_away(ticket, error)
@@ -169,17 +170,26 @@ class Admission:
         return False
 
     def shed(self, least_urgent: float) -> None:
-        """Refuse requests with a larger priority number from now on; infinity: refuse none."""
+        """Refuse requests whose priority number is larger than this from now on.
+
+        Infinity: refuse none.
+        """
         self._least_urgent = least_urgent
 
     def note_first_token(self, ticket: Ticket) -> None:
-        """Note a request's first token, once, which improves estimates of waiting times."""
+        """Note a request's first token; call it once per request.
+
+        The request's actual wait improves the estimates of later waits.
+        """
         now = asyncio.get_running_loop().time()
         self._capacity.note_wait(ticket.expected_wait_s / ticket.bias, now - ticket.arrived_at)
         self._queue.note_first_token(ticket)
 
     def check_key(self, principal: Principal) -> None:
-        """Raise OverloadedError if the caller's limits allow no request now. Counts nothing."""
+        """Raise OverloadedError if the caller's limits allow no request now.
+
+        Counts no request.
+        """
         limit = principal.limits.max_open_requests or self.options.max_open_requests_per_client
         num_open = self._of_key[principal.name]
         if principal.name and limit and num_open >= limit:
@@ -187,7 +197,7 @@ class Admission:
         self._check_rates(principal, 1)
 
     def charge(self, principal: Principal) -> None:
-        """Count a request that is not sent to a node, such as tokenization, as one token.
+        """Count a request that needs no node, such as tokenization, as one token.
 
         Raises OverloadedError if the caller's limits allow no request now.
         """
@@ -195,11 +205,11 @@ class Admission:
         self._rates.charge_limits(principal, 1)
 
     def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
-        """Count more tokens of a request against its principal's rates, once they are known."""
+        """Count further tokens of a request, once they are known, against its caller's limits."""
         self._rates.give_back(principal, -num_tokens, begun=True)
 
     def rates_of(self, principal: Principal) -> dict[str, Rate]:
-        """Return what is left of a caller's limits; empty without limits."""
+        """Return what is left of each limit of a caller; empty if the caller has no limits."""
         return self._rates.state(principal)
 
     @property
@@ -231,7 +241,7 @@ class Admission:
             raise
 
     def _check_times(self, ticket: Ticket, max_tokens: int, timeout_s: float) -> None:
-        """Refuse a request that would be late; called only if the request must wait."""
+        """Refuse a request that would be late; called only if the request must wait first."""
         ticket.expected_wait_s, ticket.bias = self._wait_ahead_s(ticket), self._capacity.bias
         limit_s = self.options.max_ttft_s
         if limit_s and ticket.expected_wait_s > limit_s:
@@ -248,7 +258,10 @@ class Admission:
             )
 
     def _check_queue(self, ticket: Ticket) -> None:
-        """If the queue is full, refuse its last request or this one (see `FairQueue.last`)."""
+        """If the queue is full, refuse one request: the new one, or a waiting one in its place.
+
+        `FairQueue.last` chooses the refused request.
+        """
         limit = self.options.max_queued_requests
         if not limit or self._queue.num_requests < limit:
             return
@@ -267,14 +280,14 @@ class Admission:
         return error
 
     def _wait_s(self) -> float:
-        """Return the expected seconds until all waiting requests have first tokens."""
+        """Return the expected seconds until all waiting requests have their first tokens."""
         queue = self._queue
         return self._capacity.wait_s(
             queue.num_requests, queue.num_prompt_tokens, queue.num_kv_tokens
         )
 
     def _wait_ahead_s(self, ticket: Ticket) -> float:
-        """Return the expected seconds to a request's first token, given the requests before it."""
+        """Return the expected seconds until a request that must wait has its first token."""
         ahead = self._queue.ahead_of(ticket)
         return self._capacity.wait_s(
             ahead.num_requests,
@@ -290,7 +303,7 @@ class Admission:
         self._queue.push(ticket)
         if self._pump is None:
             self._pump = asyncio.create_task(self._begin_all())
-        # A request that could not finish in time does not begin.
+        # A request waits only as long as it could still finish in time.
         needed_s = self._capacity.prefill_s(ticket.num_prompt_tokens)
         needed_s += self._capacity.decode_s(max_tokens)
         begin_by = ticket.expires_at - needed_s
@@ -307,17 +320,18 @@ class Admission:
             raise ticket.refusal
 
     def _turn_away(self, ticket: Ticket, error: BatonError) -> None:
-        """End a request's wait with an error."""
+        """End a waiting request with an error."""
         turn, ticket.refusal = ticket.turn, error
         self._queue.remove(ticket)
         if turn is not None and not turn.done():
             turn.set_result(None)
 
     async def _begin_all(self) -> None:
-        """Begin one request after another while requests wait and nodes have room."""
+        """Let waiting requests begin, one after another, whenever the nodes have room."""
         try:
             while self._queue.num_requests:  # noqa: ASYNC110  # nodes do not announce room
-                # One at a time: node loads must include a request before the next one is judged.
+                # Only one request begins per round, because the nodes' loads must include it before
+                # the next request is judged.
                 await asyncio.sleep(0 if self._begin_next() else _PUMP_INTERVAL_S)
         finally:
             self._pump = None
@@ -345,7 +359,7 @@ class Admission:
 def make_admission(
     pool: NodePool, options: AdmissionOptions | None = None, rates: RateLimits | None = None
 ) -> Admission:
-    """Make the gate before a pool's nodes; by default, with default limits."""
+    """Make the gate of a pool's nodes; options that are not given have their defaults."""
     options = options or AdmissionOptions()
     capacity = Capacity(
         lambda: pool.fleet,

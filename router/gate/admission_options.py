@@ -1,4 +1,4 @@
-"""AdmissionOptions: how much work a router accepts."""
+"""AdmissionOptions: how many requests may wait or run, and how long they may wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED_PREFILL_WINDOW_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionOptions:
-    """Limits of a router; 0 means no limit. Raises ConfigError naming the field."""
+    """Limits of a router's gate; 0 means no limit. A wrong value raises ConfigError."""
 
     max_queued_requests: int = option(
         4096,

@@ -1,7 +1,7 @@
 """Capacity: how much work all nodes together can take now, and when they can take more.
 
-The estimate comes from the nodes' load and speed (`NodeLoad`). `Capacity` sees requests only as
-token counts, and does not know which node a request will get.
+The estimates come from the nodes' loads and speeds (`NodeLoad`). `Capacity` knows only token counts
+of requests, and not which nodes they will get.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from router.gate.admission_options import PREFILL_WINDOW_S, SHARED_PREFILL_WINDO
 # kept free when a request must leave room for other tenants.
 _KV_HEADROOM = 0.05
 _BIAS_LIMITS = (0.25, 4.0)
-# Underestimated waits change the bias more than overestimated waits, because deadlines matter.
+# Weights of a wait that was longer, or shorter, than estimated. Longer waits weigh more, because
+# deadlines matter.
 _BIAS_UP, _BIAS_DOWN = 0.1, 0.02
-_LEAST_WAIT_S = 0.5  # waits shorter than this many seconds do not show how good an estimate is
+_LEAST_WAIT_S = 0.5  # shorter estimated waits do not show how good estimates are
 
 
 class Capacity:
-    """Estimate the capacity of one base model's nodes.
+    """Estimates how much work one base model's nodes can take.
 
     Args:
         fleet: returns the nodes that may get requests now.
-        prefill_window_s: seconds of work that may be queued on a prefill node.
-        shared_prefill_window_s: smaller limit for a tenant that must leave room to others; the
-            finished part of a prompt does not count.
+        prefill_window_s: a prefill node with at most this many seconds of queued work takes more.
+        shared_prefill_window_s: smaller limit for a tenant that must leave room to others; does
+            not count the part of the first prompt that is done.
         clock: the clock of the nodes' loads.
         prompt_fleet: returns the nodes for pooled prompts, which need no decode node; None:
             ``fleet``.
 
     Attributes:
-        bias: factor by which recent waits exceeded their estimates.
+        bias: factor by which recent waits were longer than estimated.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Capacity:
         self.bias = 1.0
 
     def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
-        """Return whether some pair can take a request now; also True if no pair exists.
+        """Return whether some pair of nodes can take a request now; True also if there is no pair.
 
         Args:
-            shares: whether to leave room to other tenants, so that their next request need not
-                wait: then queue only enough work to keep prefill nodes busy, and keep some KV free.
+            shares: whether to leave room to other tenants, so that their next request does not
+                wait. Then only enough work is queued to keep prefill nodes busy, and some KV is
+                kept free.
         """
         fleet = self._fleet()
         if not fleet:
@@ -71,12 +73,10 @@ class Capacity:
         return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
 
     def has_time(self, *, shares: bool = False) -> bool:
-        """Return whether a prefill node can take a pooled prompt, which needs no decode node, now.
-
-        True if no such node exists.
+        """Return whether a prefill node can take a pooled prompt now; True if there is none.
 
         Args:
-            shares: see `has_room`.
+            shares: whether to leave room to other tenants; see `has_room`.
         """
         prefills = self._prompt_fleet().prefills
         return not prefills or self._has_time(prefills, shares=shares)
@@ -88,14 +88,14 @@ class Capacity:
         return any(node.prefill_queue_s <= self._prefill_window_s for node in prefills)
 
     def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Return the KV tokens that a request will hold, assuming an average output."""
+        """Return how many tokens of KV a request will hold if its output has the mean length."""
         decodes = _receivers(self._fleet())
         if not decodes:
             return num_prompt_tokens
         return num_prompt_tokens + int(min(max_tokens, decodes[0].shared.output_tokens))
 
     def prefill_s(self, num_prompt_tokens: int) -> float:
-        """Return the seconds from a prefill node's begin of a prompt to the first token."""
+        """Return the mean seconds that a prefill node computes a prompt until its first token."""
         fleet = self._fleet()
         prefills = fleet.prefills or fleet.self_prefilling
         base, per_token = _mean_line(prefills) if prefills else (0.0, 0.0)
@@ -104,11 +104,12 @@ class Capacity:
     def wait_s(
         self, num_requests: float, num_prompt_tokens: float, num_kv_tokens: float, *, last: int = 0
     ) -> float:
-        """Return the seconds until more requests, given as sums, have their first tokens.
+        """Return the seconds until further requests, given by their sums, have their first tokens.
 
         Args:
-            last: prompt tokens of one more request behind the others, whose wait is included; one
-                node computes its whole prompt.
+            num_requests, num_prompt_tokens, num_kv_tokens: sums over these requests.
+            last: number of prompt tokens of one more request behind them, whose first token is
+                waited for, too; a single node computes its whole prompt.
         """
         fleet = self._fleet()
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
@@ -120,24 +121,32 @@ class Capacity:
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
         num_held = max(room - num_free, 1.0)
-        # On average, a decode node frees all its KV once per mean residence time.
+        # All KV that decode nodes hold becomes free, on average, within the mean time that a
+        # request decodes.
         room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
         last_s = base + per_token * last if last else 0.0
         return self.bias * (max(prefill_s, room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
-        """Return the seconds from the first to the last token of a long output."""
+        """Return the seconds from the first to the last token of an output.
+
+        Assumes a length that few outputs exceed.
+        """
         decodes = _receivers(self._fleet())
         if not decodes:
             return 0.0
         lately = decodes[0].shared
         num_tokens = min(max_tokens, lately.long_output_tokens)
-        # An output occupies the node from its second token, for which it may wait a step, to its
-        # last.
+        # A decode node holds an output from the second token, for which it may wait a step, to the
+        # last token.
         return (num_tokens + 1) * lately.residence_s / max(lately.output_tokens - 2, 1.0)
 
     def note_wait(self, estimated_s: float, actual_s: float) -> None:
-        """Correct the bias by a request's actual wait; the estimate must be without bias."""
+        """Correct the bias by the actual wait of a request.
+
+        Args:
+            estimated_s: the estimate before it was multiplied by the bias.
+        """
         if estimated_s < _LEAST_WAIT_S:
             return
         low, high = _BIAS_LIMITS
@@ -146,10 +155,10 @@ class Capacity:
 
 
 def _level(queues_s: list[float], work_s: float) -> float:
-    """Return the time when all queues are empty if new work always goes to the shortest queue.
+    """Return when all queues are empty if new work always goes to the shortest queue, in seconds.
 
-    Nodes with queues longer than the result get no new work and do not count, because a node
-    may report an arbitrarily long queue.
+    A queue that is longer than the result gets no new work and is left out, because a node may
+    report an arbitrarily long queue.
     """
     while True:
         level = (sum(queues_s) + work_s) / len(queues_s)
@@ -160,13 +169,13 @@ def _level(queues_s: list[float], work_s: float) -> float:
 
 
 def _mean_line(prefills: Sequence[NodeLoad]) -> tuple[float, float]:
-    """Return the mean seconds per prompt and per token of a prefill node."""
+    """Return the mean seconds per prompt and per prompt token over these nodes."""
     base = sum(node.prefill.base for node in prefills) / len(prefills)
     return base, sum(node.prefill.per_unit for node in prefills) / len(prefills)
 
 
 def _receivers(fleet: Fleet) -> Sequence[NodeLoad]:
-    """Return the decode nodes of pairs, or the nodes that prefill themselves if no pair exists."""
+    """Return the decode nodes that pairs use; without pairs, the decode nodes that work alone."""
     return fleet.decodes or fleet.self_prefilling
 
 
@@ -175,12 +184,12 @@ def _room(node: NodeLoad) -> int:
 
 
 def _left_s(node: NodeLoad, now: float) -> float:
-    """Return the seconds until a prefill node is idle, without its first prompt's done part."""
+    """Return the seconds of work in a node's queue, without the done part of its first prompt."""
     begun_s = max(now - node.prefill_progress_at, 0.0)
     return node.prefill_queue_s - min(begun_s, node.prefill_front_s)
 
 
 def _has_kv_room(node: NodeLoad, num_tokens: int, headroom: float) -> bool:
-    if not node.num_batch:  # the node holds nothing, so it cannot free memory
+    if not node.num_batch:  # the node holds no request, so waiting would free no memory
         return True
     return node.num_free_tokens - headroom * _room(node) >= num_tokens

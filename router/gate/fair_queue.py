@@ -4,14 +4,14 @@
     tenant a  [ 9 5 5 0 ]   start 52     its requests by priority, then by arrival
     tenant b  [ 3 ]         start 40     <- next: it used least, relative to its weight
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request that begins advances its tenant's
-start by its cost in tokens over its weight; virtual time is the start of the request that began
-last. So waiting tenants get tokens in proportion to their weights, a lone tenant gets all, and a
-returning tenant starts at the current virtual time: it cannot save up. The cost is corrected when
-the request ends. Requests with negative priority begin before other tenants' requests and are
-charged too.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996). When a request begins, its tenant's start
+rises by the request's cost in tokens divided by the tenant's weight; the tenant with the smallest
+start is next. Virtual time is the start of the request that began last. So waiting tenants get
+tokens in proportion to their weights, and a lone tenant gets all tokens. A tenant that returns
+starts at the current virtual time, so it cannot save up. The cost is corrected when the request
+ends. Requests with negative priority begin before other tenants' requests, and are charged, too.
 
-The queue does not know nodes, clients or refusals. Each request is pushed, begun and ended once.
+Each request is pushed, begun and ended once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from typing import NamedTuple
 
 from router.gate.ticket import Ticket, charge_of
 
-# A tenant without requests for this many seconds is inactive; other tenants do not leave any room
-# for it.
+# Other tenants leave no room for a tenant that sent no request for this many seconds.
 ACTIVE_S = 60.0
-_MAX_STALE = 64  # stale heap entries allowed beyond the number of live entries
+_MAX_STALE = 64  # number of stale entries by which a heap may exceed twice its live entries
 
 
 class Waiting(NamedTuple):
-    """Amounts of waiting work; the number of requests may be a fraction."""
+    """Sums over waiting requests; a request may count in part, so the number may be a fraction."""
 
     num_requests: float = 0
     num_prompt_tokens: float = 0
@@ -44,12 +43,13 @@ class _Flow:
 
     Attributes:
         start: virtual time at which the tenant's next request begins.
-        heads: heap with the first request to begin on top; entries whose turn is None are stale.
-        tails: heap with the last request to begin on top.
-        charge: sum of the charges of the requests that wait.
-        outstanding: charges of begun requests that have no first token yet.
-        num_open: requests that wait, or began and have not ended.
-        entry: sort key among tenants; None while nothing waits.
+        heads: heap of waiting requests, the first one to begin on top; entries whose ``turn`` is
+            None are stale.
+        tails: heap of the same requests, the last one to begin on top.
+        charge: sum of the waiting requests' charges.
+        outstanding: sum of the charges of begun requests without a first token.
+        num_open: number of requests that wait, or have begun and not ended.
+        entry: sort key among the tenants; None while no request waits.
         seen_at: time of the tenant's last request.
     """
 
@@ -68,7 +68,7 @@ class _Flow:
 
     @property
     def end_time(self) -> int:
-        """Virtual time when all waiting requests have begun."""
+        """Virtual time at which all of the tenant's waiting requests have begun."""
         return self.start + self.charge
 
     @property
@@ -97,9 +97,9 @@ class FairQueue:
     def __init__(self) -> None:
         self.num_requests = self.num_prompt_tokens = self.num_kv_tokens = 0
         self.virtual_time = 0
-        # Tenants in the order of their last requests
+        # Queue of each tenant; the tenant whose last request is oldest comes first.
         self._flows: OrderedDict[str, _Flow] = OrderedDict()
-        # Heap of (entry, tenant) for tenants with waiting requests; other entries are stale.
+        # Heap of (sort key, tenant); a tuple whose key is not the tenant's current one is stale.
         self._order: list[tuple[tuple[int, int, int], str]] = []
         self._outstanding = 0
         self._num_active = 0
@@ -112,7 +112,7 @@ class FairQueue:
     # ------------------------------------------------------------------ one request
 
     def push(self, ticket: Ticket) -> None:
-        """Add a request that waits; its ``turn`` must be set. Takes O(log n)."""
+        """Add a waiting request, whose ``turn`` must be set. Takes O(log n)."""
         flow = self._seen(ticket)
         was_active = flow.is_active
         flow.start = self._start_of(flow)
@@ -125,7 +125,7 @@ class FairQueue:
         self._reorder(flow)
 
     def head(self) -> Ticket | None:
-        """Return the request that begins next, or None. Takes O(log n) on average."""
+        """Return the waiting request that begins next, or None. Takes O(log n) on average."""
         while self._order:
             entry, tenant = self._order[0]
             flow = self._flows.get(tenant)
@@ -148,13 +148,14 @@ class FairQueue:
         return (min(newcomer.order[0], 0), self._start_of(own), newcomer.order[1]) < entry
 
     def charge(self, ticket: Ticket) -> None:
-        """Charge a request to its tenant, after a wait or when it begins at once."""
+        """Charge a request to its tenant, because it begins now, after a wait or at once."""
         flow = self._flows[ticket.tenant] if ticket.turn is not None else self._seen(ticket)
         was_active = flow.is_active
         if ticket.turn is None:
             flow.num_open += 1
             flow.start = self._start_of(flow)
-        # Urgent requests begin out of turn, so they do not advance other tenants' virtual time.
+        # An urgent request begins out of turn, so it must not advance the virtual time of other
+        # tenants.
         is_alone = not self.num_requests or self.num_requests == flow.num_requests
         if is_alone or not ticket.is_urgent:
             self.virtual_time = max(self.virtual_time, flow.start)
@@ -169,7 +170,7 @@ class FairQueue:
         self._reorder(flow)
 
     def note_first_token(self, ticket: Ticket) -> None:
-        """Note that a begun request no longer needs a prefill node; may be called again."""
+        """Note that a begun request needs no prefill node any more; safe to repeat."""
         if not ticket.has_first_token:
             ticket.has_first_token = True
             flow = self._flows[ticket.tenant]
@@ -179,7 +180,7 @@ class FairQueue:
             self._num_active += flow.is_active - was_active
 
     def settle(self, ticket: Ticket) -> None:
-        """End a begun request and correct its tenant's charge."""
+        """End a begun request, and correct its tenant's charge by the actual cost."""
         self.note_first_token(ticket)
         flow = self._flows[ticket.tenant]
         flow.num_open -= 1
@@ -202,7 +203,10 @@ class FairQueue:
     # ------------------------------------------------------------------ among tenants
 
     def last(self, newcomer: Ticket) -> Ticket:
-        """Return the request that a full queue drops: the last of the tenant with most work."""
+        """Return the request that a full queue drops: the last one of the tenant with most work.
+
+        May return the new request.
+        """
         own = self._flows.get(newcomer.tenant)
         own_end = self._start_of(own) + newcomer.charge + (own.charge if own else 0)
         waiting = [flow for flow in self._flows.values() if flow.num_requests and flow is not own]
@@ -215,7 +219,7 @@ class FairQueue:
         return last
 
     def ahead_of(self, newcomer: Ticket) -> Waiting:
-        """Return the work that would begin before a new request."""
+        """Return the sums over the waiting requests that would begin before a new request."""
         own = self._flows.get(newcomer.tenant)
         mine = _all(own)
         charge = newcomer.charge
@@ -241,10 +245,10 @@ class FairQueue:
         return total
 
     def leaves_room(self, ticket: Ticket, now: float) -> bool:
-        """Return whether a request's tenant must leave room to others before it begins.
+        """Return whether a request's tenant must leave room to others before the request begins.
 
-        The tenant must leave room if other tenants were active recently, and it has at least its
-        fair share of the work queued on prefill nodes.
+        The tenant must leave room if another tenant sent a request lately, and if the tenant has at
+        least its fair share of the work that waits for a prefill node's first token.
         """
         flow = self._flows.get(ticket.tenant)
         if flow is None or not flow.outstanding:
@@ -263,7 +267,7 @@ class FairQueue:
         return flow.start if flow.num_requests else max(flow.start, self.virtual_time)
 
     def _seen(self, ticket: Ticket) -> _Flow:
-        """Return a tenant's queue; also drop the queue of one long inactive tenant."""
+        """Return the queue of a request's tenant; drop the queue of one long inactive tenant."""
         now = ticket.arrived_at
         flow = self._flows.get(ticket.tenant)
         if flow is None:
@@ -289,7 +293,7 @@ class FairQueue:
             heapq.heapify(flow.tails)
 
     def _reorder(self, flow: _Flow) -> None:
-        """Move a tenant to its new position among the others."""
+        """Give a tenant its new place among the tenants, after its queue or its start changed."""
         head = flow.head()
         entry = None
         if head is not None:

@@ -1,11 +1,11 @@
-"""Overload: how close the router is to its limits, and which requests it refuses.
+"""Overload: how close the router is to the limits of its process, and which requests it refuses.
 
     normal -> shed (less urgent requests are refused, connections are not kept open)
            -> critical (all requests are refused; health, operators and nodes are served)
 
-Each signal has a level; the worst level counts. A level begins at once, and ends when its
-signals have been well below it for a while. Measurements come through `note`, and callers read
-`level`: `Overload` does not know any API or operating system.
+Each signal, such as the share of used memory, has a level; the worst level counts. A level begins
+at once, and ends when its signals have been well below it for a while. Measurements come through
+`note`, and callers read `level`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from baton.api.errors import OverloadedError
 
 logger = logging.getLogger(__name__)
 
-HOLD_S = 2.0  # seconds for which signals must stay low before the level falls
-_WELL_BELOW = 0.9  # share of a threshold below which a signal is low
+HOLD_S = 2.0  # signals must stay well below a level for this many seconds before the level falls
+_WELL_BELOW = 0.9  # a signal below this share of a threshold is well below it
 _RETRY_DELAY_S = 2.0
 
 
 class Level(IntEnum):
-    """Levels of overload, which decide what the router refuses."""
+    """Levels of overload; the level decides what the router refuses."""
 
     NORMAL = 0
     SHED = 1
@@ -37,10 +37,10 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """The values of a signal at which levels are entered.
+    """The values of a signal at which the levels ``shed`` and ``critical`` begin.
 
     Attributes:
-        unit: unit to show with values; empty: values are shares of 1.
+        unit: unit of the values, to show them; empty: the values are shares, 1 being the whole.
     """
 
     shed: float
@@ -48,17 +48,17 @@ class Threshold:
     unit: str = ""
 
     def level(self, value: float) -> Level:
-        """Return the level of a value."""
+        """Return the level that begins at or below this value of the signal."""
         return Level((value >= self.shed) + (value >= self.critical))
 
     def describe(self, value: float) -> str:
-        """Return the value as a text to show."""
+        """Return a value of the signal as text, with its unit."""
         return f"{value:.2f} {self.unit}" if self.unit else f"{100 * value:.0f} %"
 
 
-# The lag is in seconds, and counts only if it lasts; other signals are shares of the process's
-# limits. Only connections with a request in progress count, because idle connections make way for
-# new ones.
+# The lag of the event loop is in seconds, and counts only if it lasts; the other signals are shares
+# of the process's limits. Only connections with a request in progress count, because idle
+# connections are closed to make room for new ones.
 THRESHOLDS: Mapping[str, Threshold] = {
     "loop_lag": Threshold(0.5, 2.0, "s"),
     "descriptors": Threshold(0.85, 0.95),
@@ -72,10 +72,10 @@ class OverloadState:
     """The state of overload as operators see it.
 
     Attributes:
-        reason: signals that caused the level, with values; empty at the normal level.
+        reason: the signals that caused the level, with their values; empty at the normal level.
         signals: latest value of each signal.
-        num_refused: refused requests since the start.
-        num_changes: changes of the level since the start.
+        num_refused: number of requests refused since the start.
+        num_changes: number of changes of the level since the start.
     """
 
     level: Level
@@ -87,12 +87,12 @@ class OverloadState:
 
 @dataclass(slots=True, eq=False)
 class Overload:
-    """Track one router's level of overload.
+    """Tracks one router's level of overload.
 
     Args:
         on_change: called with each new level.
         thresholds: threshold of each signal, by its name.
-        clock: returns seconds; times how long a level is held.
+        clock: returns seconds.
     """
 
     on_change: Callable[[Level], None] = lambda level: None
@@ -106,7 +106,7 @@ class Overload:
     _num_changes: int = field(default=0, init=False)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Set new values of some signals and update the level; other signals keep their values."""
+        """Set new values of some signals, and update the level; other signals keep their values."""
         self._values.update(values)
         level, reason = self._worst(1.0)
         if level >= self.level:
@@ -127,7 +127,7 @@ class Overload:
             self._change(lower, why)
 
     def check(self) -> None:
-        """Raise OverloadedError if all requests are refused; call before working on a request."""
+        """Raise OverloadedError at the critical level; call it before working on a request."""
         if self.level is Level.CRITICAL:
             self._num_refused += 1
             error = OverloadedError(f"the router is overloaded: {self.reason}")
@@ -144,7 +144,11 @@ class Overload:
         )
 
     def _worst(self, share: float) -> tuple[Level, str]:
-        """Return the level, and its reason, with all thresholds multiplied by ``share``."""
+        """Return the worst level of all signals, and the signals that cause it.
+
+        Args:
+            share: factor of all thresholds.
+        """
         levels = {
             name: self.thresholds[name].level(value / share) for name, value in self._values.items()
         }
@@ -168,10 +172,10 @@ class Overload:
 
 
 class LoopLag:
-    """Measure the lag of the event loop; single pauses do not count.
+    """Measures how late the event loop runs its tasks; a single pause does not count.
 
     Attributes:
-        lag_s: smallest of the latest measured lags.
+        lag_s: the smallest of the latest measured lags.
     """
 
     INTERVAL_S = 0.1
@@ -182,7 +186,7 @@ class LoopLag:
         self._lags = [0.0] * self._NUM_LOOKS
 
     async def look(self) -> None:
-        """Sleep for an interval and measure how much too long the sleep was."""
+        """Sleep for an interval, and measure how much longer than asked for the sleep was."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + self.INTERVAL_S
         await asyncio.sleep(self.INTERVAL_S)

@@ -1,8 +1,8 @@
-"""RateLimits: limits requests and tokens per minute of each API key. Knows no queue, no node.
+"""RateLimits: limits requests and tokens per minute of each API key.
 
     bucket of a key   [#######...]   holds one minute's allowance and refills evenly
-       at entry: room for the estimated cost?     -> taken; given back if the request never begins
-       at the end: the actual cost is known       -> the difference is taken or given back
+       a request enters: room for its estimated cost? -> taken; given back if it never begins
+       it ends: the actual cost is known              -> the difference is taken or given back
 
 A request that costs more than estimated takes its bucket below zero, so later requests wait longer.
 A request larger than a whole bucket is admitted when the bucket is full.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from baton.access.identity import Limits, Principal
 from baton.api.errors import OverloadedError
 
-_MAX_KEYS = 65_536  # with more keys, the oldest bucket is forgotten
+_MAX_KEYS = 65_536  # maximum number of buckets; then the oldest bucket is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Rate:
     """The current state of one rate limit of an API key.
 
     Attributes:
-        limit: amount allowed per minute.
-        remaining: amount that is left for requests now.
+        limit: number of requests or tokens allowed per minute.
+        remaining: number of requests or tokens that are left now.
         reset_s: seconds until the bucket is full.
     """
 
@@ -46,7 +46,7 @@ class _Bucket:
 
 
 class RateLimits:
-    """The buckets of all API keys that called one router.
+    """The buckets of all API keys that have called one router.
 
     Args:
         clock: returns monotonic seconds.
@@ -57,7 +57,10 @@ class RateLimits:
         self._buckets: dict[tuple[str, str], _Bucket] = {}
 
     def check(self, principal: Principal, num_tokens: int = 1) -> None:
-        """Raise OverloadedError with a retry delay if a request of this size may not begin now."""
+        """Raise OverloadedError if a request with this many tokens may not begin now.
+
+        The error says after how many seconds to retry.
+        """
         limits = principal.limits
         for kind, per_minute, wanted in _kinds(limits, num_tokens):
             bucket = self._bucket(principal.name, kind, per_minute)
@@ -68,15 +71,15 @@ class RateLimits:
                 raise error
 
     def charge_limits(self, principal: Principal, num_tokens: int) -> None:
-        """Subtract a request's amount from the buckets of its key."""
+        """Take a request and its tokens from the buckets of its key."""
         for kind, per_minute, wanted in _kinds(principal.limits, num_tokens):
             self._bucket(principal.name, kind, per_minute).level -= wanted
 
     def give_back(self, principal: Principal, num_tokens: int, *, begun: bool) -> None:
-        """Return unused tokens; a negative number takes more.
+        """Give unused tokens back to the bucket of a key; a negative number takes more tokens.
 
         Args:
-            begun: whether the request began; if not, its count as a request is given back, too.
+            begun: whether the request has begun; if not, the request itself is given back, too.
         """
         for kind, per_minute, amount in _kinds(principal.limits, num_tokens):
             if kind == TOKENS or not begun:
@@ -84,7 +87,7 @@ class RateLimits:
                 bucket.level = min(bucket.level + amount, per_minute)
 
     def state(self, principal: Principal) -> dict[str, Rate]:
-        """Return what is left of a key's limits, by `REQUESTS` and `TOKENS`."""
+        """Return the state of each limit that a key has, by `REQUESTS` and `TOKENS`."""
         found = {}
         for kind, per_minute, _ in _kinds(principal.limits, 0):
             level = self._bucket(principal.name, kind, per_minute).level
@@ -108,7 +111,7 @@ TOKENS = "tokens per minute"
 
 
 def _kinds(limits: Limits, num_tokens: int) -> list[tuple[str, float, float]]:
-    """Return (name, limit per minute, a request's amount) of each limit that is set."""
+    """Return (name, allowed per minute, amount that a request takes) of each limit that is set."""
     found = []
     if limits.requests_per_minute:
         found.append((REQUESTS, limits.requests_per_minute, 1.0))

@@ -1,4 +1,4 @@
-"""Measures which shares of its limits the router's process uses."""
+"""Measures which shares of its limits the router's process uses, and reports them to `Overload`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from baton.processes.process import num_descriptors_allowed
 from router.gate.overload import LoopLag, Overload
 
 _CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED = 2**60  # version-1 cgroups write a number near 2**63 for no limit
-_LOOKS_BETWEEN = 5  # measurements of the lag per measurement of the other resources
+_UNLIMITED = 2**60  # version-1 cgroups write a number near 2**63 if there is no limit
+# The event loop's lag is measured this many times per measurement of the other signals
+_LOOKS_BETWEEN = 5
 
 
 def num_descriptors() -> int:
     """Return the number of open file descriptors."""
     folder = Path("/proc/self/fd")
-    # Since Linux 6.2, st_size is the number of descriptors; older kernels need a count.
+    # On Linux 6.2 and later, st_size is the number of open descriptors; older kernels report 0, so
+    # they are counted.
     return folder.stat().st_size or sum(1 for _ in folder.iterdir())
 
 
@@ -29,7 +31,7 @@ def resident_bytes() -> int:
 
 
 def memory_limit_bytes(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the smallest memory limit of the process's cgroups or the machine, in bytes."""
+    """Return the smallest of the machine's memory and the limits of the process's cgroups."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
         lines = own.read_text(encoding="ascii").splitlines()
@@ -37,7 +39,7 @@ def memory_limit_bytes(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup
         lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2, where limits of parent groups count too
+        if not controllers:  # cgroups of version 2, in which the limits of parent groups hold, too
             folder = root / path.lstrip("/")
             limits += [_limit_in(one / "memory.max") for one in (folder, *folder.parents)]
         elif "memory" in controllers.split(","):
@@ -55,7 +57,7 @@ def _limit_in(file: Path) -> int:
 
 
 def _share_of_descriptors(may_open: int) -> float:
-    """Return the share of descriptors in use; 1 if none is left for counting them."""
+    """Return the share of allowed descriptors that are open; 1 if counting needs one too many."""
     try:
         return num_descriptors() / may_open
     except OSError:
@@ -65,11 +67,12 @@ def _share_of_descriptors(may_open: int) -> float:
 async def watch_resources(
     overload: Overload, connections_in_use: Callable[[], float], memory_limit: int = 0
 ) -> None:
-    """Report all signals to ``overload`` until cancelled.
+    """Measure all signals and report them to ``overload`` until cancelled.
 
     Args:
-        connections_in_use: returns the share of connections at work.
-        memory_limit: bytes; 0: use the limit of the cgroup or machine.
+        connections_in_use: returns the share of allowed connections that have a request in
+            progress.
+        memory_limit: limit in bytes; 0: the limit of the cgroup or machine.
     """
     lag = LoopLag()
     may_open, may_use = num_descriptors_allowed(), memory_limit or memory_limit_bytes()
@@ -78,5 +81,5 @@ async def watch_resources(
             await lag.look()
             overload.note({"loop_lag": lag.lag_s, "connections": connections_in_use()})
         overload.note({"descriptors": _share_of_descriptors(may_open)})
-        with contextlib.suppress(OSError):  # no file descriptor may be left for reading
+        with contextlib.suppress(OSError):  # reading fails if no file descriptor is left
             overload.note({"memory": resident_bytes() / may_use})

@@ -1,12 +1,13 @@
 """ScalingSignals: how busy each role's nodes are, for autoscalers.
 
-    prefill   the busiest node: its share of time with prompts, or the next prompt's wait relative
-              to the target time to first token
-    decode    the busiest node: its share of KV in use, or its step time relative to the target
+    prefill   the larger of: the busiest node's share of time with prompts; the next prompt's wait
+              divided by the target time to first token
+    decode    the busiest node: the larger of its share of KV in use, and its step time divided by
+              the target
+    encode    the smallest number of images that wait on a node
 
-The busiest node counts, not the mean, because requests wait for it. Values come from the nodes'
-reports, which cover all routers' requests, so all routers give about the same signals. `scaling`
-only informs: an autoscaler decides.
+Values come from the nodes' reports, which cover all routers' requests, so all routers give about
+the same signals. `scaling` only informs: an autoscaler decides.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from router.fleet.node_pool import NodePool
 from router.gate.scaling_options import ScalingOptions
 
 SMOOTHING_S = 20.0
-MOST = 4.0  # larger pressures are cut to this
+MOST = 4.0  # a larger pressure is reported as this pressure
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSignal:
-    """The current scaling signal of one role.
+    """How busy the nodes of one role are.
 
     Attributes:
-        pressure: pressure of the busiest node; 1 means at its target. At most `MOST`.
-        num_nodes: nodes that have joined or were lost recently.
-        demand: pressure times number of nodes; divided by the target pressure, this is the number
-            of nodes needed.
+        pressure: how busy the busiest node is; 1 means that it is at its target. At most `MOST`.
+        num_nodes: number of nodes that may get requests or were lost lately.
+        demand: pressure times number of nodes. Divided by the pressure that an operator wants, this
+            is the number of nodes needed.
     """
 
     pressure: float
@@ -46,10 +47,10 @@ class ScalingSignal:
 
 
 class ScalingSignals:
-    """Compute the scaling signals of one router.
+    """Computes the scaling signals of one base model's nodes.
 
     Args:
-        queue_s: returns the expected wait at the router.
+        queue_s: returns the expected seconds that a request waits at the gate.
         clock: returns monotonic seconds.
     """
 
@@ -65,11 +66,12 @@ class ScalingSignals:
         self._options = options or ScalingOptions()
         self._queue_s = queue_s
         self._clock = clock
-        self._busy: dict[str, float] = {}  # smoothed share of time with work, by engine id
+        # Smoothed share of time in which a prefill node has prompts, by engine id
+        self._busy: dict[str, float] = {}
         self._ticked_at = clock()
 
     def tick(self) -> None:
-        """Update the nodes' shares of busy time; call about once per beat interval."""
+        """Update how busy prefill nodes have been; call about once per beat interval."""
         now = self._clock()
         elapsed_s = min(max(now - self._ticked_at, 0.0), 10 * BEAT_INTERVAL_S)
         self._ticked_at = now
@@ -79,16 +81,16 @@ class ScalingSignals:
             if node.registration.role is NodeRole.PREFILL:
                 before = self._busy.get(node.engine_id, 0.0)
                 busy[node.engine_id] = before + part * (_has_prompts(node.load) - before)
-        self._busy = busy  # drop nodes that left
+        self._busy = busy  # nodes that left are dropped
 
     def signal(self, role: NodeRole) -> ScalingSignal | None:
-        """Return a role's signal; None if no node serves, because its load is then unknown."""
+        """Return a role's signal; None if no node of the role may get requests."""
         nodes = [node for node in self._pool.nodes if node.registration.role is role]
         serving = [node for node in nodes if self._pool.is_eligible(node)]
         num_lost = sum(lost.role is role for lost in self._pool.lost)
         if not serving:
             return None
-        if role is NodeRole.ENCODE:  # images that wait, per node
+        if role is NodeRole.ENCODE:  # the number of images that wait on the node with fewest
             waiting = [float(node.beat.num_waiting) for node in serving]
             return ScalingSignal(min(min(waiting), MOST), len(serving) + num_lost)
         of_role = self._of_prefill if role is NodeRole.PREFILL else self._of_decode
@@ -96,7 +98,7 @@ class ScalingSignals:
 
     def _of_prefill(self, nodes: Sequence[Node]) -> float:
         busiest = max(self._busy.get(node.engine_id, 0.0) for node in nodes)
-        # The shortest wait counts: a long queue beside idle nodes needs no more nodes.
+        # The shortest queue counts, because a long queue beside idle nodes needs no further nodes.
         wait_s = min(node.load.prefill_queue_s for node in nodes) + self._queue_s()
         return max(busiest, wait_s / self._options.scaling_ttft_s)
 
@@ -107,9 +109,10 @@ class ScalingSignals:
         if not load.has_beat:
             return 0.0
         in_use = 1 - load.beat.num_free_blocks / load.num_blocks
-        if load.beat.num_waiting:  # the node has no room for the requests that were placed on it
+        # Requests that were placed on the node wait for room in its cache
+        if load.beat.num_waiting:
             in_use = max(in_use, 1.0) + load.beat.num_waiting / max(load.beat.num_running, 1)
-        # The step time is known only while requests decode.
+        # A step time exists only while requests decode on the node.
         step_s = load.step_base_s if load.num_batch and load.step.num_measured else 0.0
         return max(in_use, step_s / self._options.scaling_itl_s)
 

@@ -1,4 +1,4 @@
-"""ScalingOptions: targets for the scaling signals."""
+"""ScalingOptions: the target latencies behind the scaling signals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.options import check_limits, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingOptions:
-    """Latency targets that decide how many nodes are needed."""
+    """Target latencies; an autoscaler adds nodes when the latencies exceed them."""
 
     scaling_ttft_s: float = option(
         2.0,

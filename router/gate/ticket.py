@@ -1,4 +1,4 @@
-"""Ticket: one request's state at the gate. Only `Admission` writes it."""
+"""Ticket: what the gate knows about one request. Only `Admission` and its queue change a ticket."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from baton.api.outputs import Receipt
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """The gate's knowledge of one request.
+    """Facts about one request that the gate knows.
 
     Attributes:
         request_id: the request's scoped id.
         tenant: the tenant in whose queue the request waits.
         weight: weight of the client's API key.
-        order: (priority, arrival); the smaller one begins first.
+        order: (priority, arrival); of one tenant's requests, the smallest begins first.
         num_prompt_tokens: length of the prompt.
-        num_kv_tokens: tokens of KV that the request is expected to hold.
-        num_uncached_tokens: prompt tokens expected to be computed.
-        needs_decode: whether a decode node continues the prompt.
+        num_kv_tokens: number of tokens whose KV the request is expected to hold.
+        num_uncached_tokens: number of prompt tokens that must probably be computed.
+        needs_decode: whether a decode node is needed, as for all but pooled requests.
         num_tokens_used: actual cost of the request in tokens; None until known.
         expires_at: the request's deadline, by the loop's clock.
         is_charged: whether the tenant was charged, because the request's turn came.
         leaves_room: whether the tenant must leave room to others.
         began_at: when the request began, by the loop's clock; None while it waits.
-        has_first_token: whether token 1 is known; the request then needs no prefill node.
+        has_first_token: whether the request has its first token, and so needs no prefill node.
         expected_wait_s: time to first token estimated at arrival; 0 if the request began at once.
         bias: correction factor that ``expected_wait_s`` contains.
         turn: future that is done when the wait is over; None if the request does not wait.
-        refusal: error with which the request was taken out of the queue.
+        refusal: error with which the wait was ended; None: the wait was not ended by an error.
     """
 
     request_id: str = ""
@@ -61,17 +61,17 @@ class Ticket:
 
     @property
     def num_tokens(self) -> int:
-        """Expected cost: prompt tokens to compute plus output tokens."""
+        """Expected cost of the request: prompt tokens to compute plus output tokens."""
         return self.num_uncached_tokens + self.num_kv_tokens - self.num_prompt_tokens
 
     @property
     def charge(self) -> int:
-        """Amount that the tenant is charged when the request begins."""
+        """Amount charged to the tenant when the request begins; see `charge_of`."""
         return charge_of(self.num_tokens, self.weight)
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether the request begins before other tenants' requests."""
+        """Return whether the request begins before other tenants': its priority is negative."""
         return self.order[0] < 0
 
     @property
@@ -80,28 +80,28 @@ class Ticket:
 
     @contextmanager
     def noting(self, receipt: Callable[[], Receipt]) -> Iterator[None]:
-        """Set the actual cost by the call's receipt when the block ends."""
+        """Set the request's actual cost from its receipt when this context ends."""
         try:
             yield
         finally:
             self.note_cost(receipt())
 
     def note_cost(self, receipt: Receipt) -> None:
-        """Set the actual cost: prompt tokens computed for the request plus its output tokens.
+        """Set the request's actual cost: prompt tokens computed for it plus its output tokens.
 
-        Until a node reports how many prompt tokens it computed, the expected number is used.
+        If no node reported how many prompt tokens it computed, the expected number counts.
         """
         prefill, decode = receipt.prefill, receipt.decode
         num_computed = self.num_uncached_tokens
         if prefill is not None or decode is not None:
             num_computed = prefill.num_computed_tokens if prefill is not None else 0
             num_computed += decode.num_prompt_tokens_computed if decode is not None else 0
-        # Clients do not pay for work that is repeated after a failure.
+        # Work that is repeated after a failure is not charged.
         num_computed = min(num_computed, receipt.num_prompt_tokens)
         has_begun = receipt.num_attempts > 0
         self.num_tokens_used = num_computed + receipt.num_output_tokens if has_begun else 0
 
 
 def charge_of(num_tokens: int, weight: float) -> int:
-    """Return the charge for tokens: thousandths of a token over the weight, as an integer."""
+    """Return the charge for tokens: 1000 times their number divided by the tenant's weight."""
     return max(round(1000 * num_tokens / weight), 1)

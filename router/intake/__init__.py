@@ -1,1 +1,1 @@
-"""Turns clients' requests into checked calls, and tokens into text; shared by all APIs."""
+"""Turns clients' requests into checked calls, and output tokens into text, for all APIs."""

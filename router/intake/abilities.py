@@ -1,6 +1,6 @@
-"""Abilities: what a base model does beside sampling tokens: thoughts, calls, poolings and beams.
+"""Abilities: what a base model can do beside sampling tokens: thoughts, calls, pooling, beams.
 
-Refuses to know: prompts, texts.
+Knows neither prompts nor texts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Abilities:
     """The abilities of one base model. A model that only pools needs no decode nodes.
 
     Args:
-        dispatcher: runs the calls on the model's nodes.
+        dispatcher: runs calls on the model's nodes.
         vocab_size: size of the model's vocabulary.
-        parsers: divide the outputs of conversations.
-        setup: the model's embeddings, scores or labels.
+        parsers: divide the outputs of conversations into reasoning, calls and answer.
+        setup: which embeddings, scores or labels the model computes.
         end_token_ids: tokens that end an output, for beam searches.
 
     Attributes:
@@ -41,27 +41,27 @@ class Abilities:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens (prompt and output) of a request."""
+        """Maximum number of tokens of prompt and output that the joined nodes allow."""
         pool = self._dispatcher.pool
         return pool.max_model_len if self.setup.generates else pool.max_prompt_len
 
     @property
     def is_ready(self) -> bool:
-        """Return whether nodes are here that can serve a request now."""
+        """Return whether nodes have joined that can serve a request now."""
         pool = self._dispatcher.pool
         return bool(pool.fleet if self.setup.generates else pool.prompt_fleet)
 
     @property
     def why_not_ready(self) -> str:
-        """Return one line that tells why no request could be served now."""
+        """Return a reason, in one line, why no request can be served now."""
         pool = self._dispatcher.pool
         return pool.why_no_pair() if self.setup.generates else pool.why_no_prompt_node(1)
 
     def check_generates(self) -> None:
-        """Raise InvalidRequestError for a request for text if the model makes none."""
+        """Raise InvalidRequestError if the model only pools and cannot generate text."""
         check_generates(self.setup)
 
     def search_beams(self, call: Call, num_outputs: int) -> BeamRun:
-        """Return the beam search that a call's terms ask for; raises as `begin_search` does."""
+        """Return the beam search that a call asks for; raises the errors of `begin_search`."""
         limits = BeamLimits(self.max_model_len, self._vocab_size, self._end_token_ids)
         return begin_search(call, num_outputs, limits, self._dispatcher)

@@ -1,11 +1,11 @@
 """CacheSalts: derive the salts that decide which prompts share cached blocks.
 
     principal -> its sharing group, or else its tenant -> HMAC-SHA256(secret, (kind, name)) -> salt
-    salt, a client's own word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
+    salt and the client's word -> HMAC-SHA256(secret, ("client", salt, word)) -> a narrower salt
 
-Nodes, and the router where it hashes blocks too, put the salt at the root of a prompt's block
-hashes (`baton/kv/block_hash.py`), so another salt gives the same prompt other hashes. Nobody can
-compute a salt without the secret. Salts go to nodes, never to clients or logs.
+The hash of a prompt's first block includes the salt (`baton/kv/block_hash.py`), so the same prompt
+has other block hashes with another salt. Nobody can compute a salt without the secret. Salts go to
+nodes, never to clients or logs.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _DOMAIN = b"baton/cache-salt/1"
 
 
 class CacheSalts:
-    """Derive the salts of one router.
+    """Derives the cache salts of one router's prompts.
 
     Args:
         secret: shared by all routers of a fleet, so that they find each other's cached prompts.
-            None: a random secret; nothing cached before a restart is found after it.
+            None: a random secret; prompts cached before a restart are not found after it.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(32) if secret is None else secret
 
     def of(self, principal: Principal, word: str = "") -> bytes:
-        """Return the salt of a principal's prompts; empty without tenants.
+        """Return the salt of a principal's prompts; empty if the router has no tenants.
 
         Args:
-            word: a client's own word; prompts with different words do not share any blocks. A word
+            word: the request's ``cache_salt``; prompts with different words share no blocks. A word
                 can only narrow sharing, because the result also depends on the principal's salt.
         """
         if principal.cache_group:
@@ -51,14 +51,15 @@ class CacheSalts:
         return self._narrowed(salt, word)
 
     def of_tenant(self, principal: Principal, word: str = "") -> bytes:
-        """Return the salt of the principal's tenant alone, without its sharing group."""
+        """Return the salt of a principal's tenant, even if the tenant is in a sharing group."""
         return self._narrowed(self._derive(b"tenant", principal.tenant), word)
 
     def _narrowed(self, salt: bytes, word: str) -> bytes:
         return self._derive(b"client", word, salt) if word else salt
 
     def _derive(self, kind: bytes, name: str, within: bytes = b"") -> bytes:
-        # Length prefixes make the bytes of different lists of fields differ.
+        # Each field is preceded by its length, so that different lists of fields have different
+        # bytes.
         fields = [_DOMAIN, kind, name.encode(errors="surrogatepass")]
         if within:
             fields.append(within)
@@ -67,7 +68,7 @@ class CacheSalts:
 
 
 def make_salts(secret_file: str, *, has_tenants: bool) -> CacheSalts:
-    """Make a router's salts; raises ConfigError if the file does not hold any valid secret."""
+    """Make a router's cache salts; raises ConfigError if the file has no valid secret."""
     if secret_file:
         return CacheSalts(read_secret(secret_file))
     if has_tenants:

@@ -1,6 +1,7 @@
 """Changing lines: lines that some clients change in every prompt although no model needs them.
 
-A changing line stands at the prompt's start, so a prefix cache would not find any block after it.
+Such a line stands at the prompt's start, so a prefix cache would find none of the blocks after it.
+This module removes the line.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Patterns at the beginning of a system message.
+# Patterns that are removed from the beginning of a system message.
 _RULES = (
     # A line with a hash that Claude Code sends
     re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),
@@ -17,7 +18,7 @@ _RULES = (
 
 
 def without_changing_lines(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a conversation without changing lines at the start of system messages."""
+    """Return a conversation without changing lines at the start of its system messages."""
     kept = []
     for message in messages:
         content = message.get("content")

@@ -1,6 +1,6 @@
 """Choices: turns a request for n outputs of each prompt into calls, and merges their streams.
 
-All calls for n outputs get their ids and seeds here, for all APIs. Knows neither gRPC nor HTTP.
+For all APIs, the ids and seeds of the n outputs' calls are made here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.intake.intake import Intake
 from router.intake.prompt_reader import Prompt
 
 MAX_OUTPUTS = 1024
-# Maximum number of bytes of images in the commands of one request: the command of each output
+# Maximum number of bytes of images that one request sends to nodes: the command of each output
 # contains all images.
 MAX_IMAGE_BYTES = 128 * 2**20
 
@@ -29,13 +29,17 @@ Item = TypeVar("Item")
 
 
 def check_num_outputs(field: str, num_outputs: int) -> None:
-    """Raise InvalidRequestError, naming the prompt's field, if this number is not allowed."""
+    """Raise InvalidRequestError if a request asks for too many outputs.
+
+    Args:
+        field: the field of the prompts, for the error.
+    """
     if not 1 <= num_outputs <= MAX_OUTPUTS:
         raise InvalidRequestError(field, f"must make 1 to {MAX_OUTPUTS} outputs, got {num_outputs}")
 
 
 def check_image_bytes(call: Call, num_outputs: int) -> None:
-    """Raise InvalidRequestError if the outputs' commands would carry too many bytes of images."""
+    """Raise InvalidRequestError if a request's outputs would send too many bytes of images."""
     num_bytes = sum(len(image.data) for image in call.images)
     if num_outputs * num_bytes > MAX_IMAGE_BYTES:
         raise InvalidRequestError(
@@ -54,16 +58,16 @@ async def accept_choices(
 ) -> list[Call]:
     """Return the checked calls of all outputs, grouped by prompt.
 
-    Output i (from 0) of a prompt equals the output of a request with seed + i, as in `engine.LLM`;
-    with beams, output i is the prompt's output of rank i. The first call has the request's id; the
-    others get ``-1``, ``-2`` and so on appended.
+    Output i (from 0) of a prompt equals the output of a request with seed + i, as in `engine.LLM`.
+    In a beam search, output i is the i-th best. The first call has the request's id; the other
+    calls' ids have ``-1``, ``-2`` and so on appended.
 
     Args:
         params: the sampling parameters; ``n`` is the number of outputs per prompt.
-        request_id: generated if empty.
+        request_id: id of the request; empty: generate one.
 
     Raises:
-        InvalidRequestError: a prompt is invalid; no call has begun then.
+        InvalidRequestError: a prompt is invalid; then none of the calls has begun.
     """
     request_id = request_id or uuid.uuid4().hex
     calls: list[Call] = []
@@ -85,11 +89,12 @@ async def accept_choices(
             ]
             continue
         calls.append(checked)
-        for index in range(1, params.n):  # checking the first call is enough
+        # The other outputs' calls differ only in id and seed, so they need no check
+        for index in range(1, params.n):
             of_choice = dataclasses.replace(checked.sampling_params, seed=choice_seed(seed, index))
             name = choice_request_id(request_id, len(calls))
             calls.append(dataclasses.replace(checked, request_id=name, sampling_params=of_choice))
-        # Let other tasks run between prompts, because tokenizing many prompts takes long
+        # Let other tasks run, because tokenizing many prompts takes long.
         await asyncio.sleep(0)
     return calls
 
@@ -97,12 +102,12 @@ async def accept_choices(
 async def merge_streams(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """Yield (stream index, item) from all streams as items come.
+    """Yield (index of the stream, item) from all streams as their items arrive.
 
-    The buffer holds at most one item per stream. Ending the iteration ends all streams. The first
-    error of a stream ends the others and is raised.
+    At most one item per stream is held while the reader is slow. Ending the iteration ends all
+    streams. The first error of a stream ends the other streams and is raised.
     """
-    if len(streams) == 1:  # one stream, the usual case, needs no task and no queue
+    if len(streams) == 1:  # a single stream, which is the usual case, needs neither task nor queue
         async with contextlib.aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item
@@ -124,8 +129,7 @@ async def merge_streams(
     try:
         for index in range(len(streams)):
             tasks.append(asyncio.create_task(pump(index)))
-            # A stream may begin with long work on its prompt: let other tasks run between two
-            # starts.
+            # A stream may begin with long work on its prompt, so let other tasks run in between.
             await asyncio.sleep(0)
         while num_open:
             taken = await queue.get()

@@ -1,4 +1,4 @@
-"""Collectors for revisions, adapters, forecasts and scaling, evaluated when metrics are read."""
+"""Metrics of revisions, adapters, forecasts and scaling, computed when the metrics page is read."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from router.gate.scaling import ScalingSignals
 
 PREFIX = "baton_router"
 Source = TypeVar("Source")
-# Maximum number of pairs of a name and an adapter; the pairs used longest ago are dropped
+# Maximum number of pairs of served name and adapter; then the pair that was used longest ago is
+# dropped.
 MAX_ADAPTERS = 1024
 
 
 class Collected(Collector):
-    """Collects the metric families that a function returns for its source, at each scrape."""
+    """Collects the metrics that a function makes of an object, each time the page is read."""
 
     def __init__(self, collect: Callable[[Source], Iterable[Metric]], source: Source) -> None:
         self._collect = partial(collect, source)
@@ -47,7 +48,11 @@ def make_family(
     samples: Iterable[tuple[Sequence[str], float]],
     kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
 ) -> Metric:
-    """Make a metric family from its samples, each a value for each label and a number."""
+    """Make a metric family of the type that ``kind`` says.
+
+    Args:
+        samples: for each sample, a value for each label, and the number.
+    """
     made = kind(f"{PREFIX}_{name}", text, labels=labels)
     for values, number in samples:
         made.add_metric(values, number)
@@ -55,8 +60,8 @@ def make_family(
 
 
 def collect_revisions(pool: NodePool) -> Iterable[Metric]:
-    """Collect the nodes' revisions and their shares of new requests."""
-    fleet = pool.fleet  # make the fleet first, because this updates the rollout
+    """Collect the revisions of nodes and their shares of new requests."""
+    fleet = pool.fleet  # `pool.fleet` updates the rollout, which is read below
     views = list(pool.rollout.view((node.load for node in pool.nodes), fleet))
     shares = (([view.name], view.share) for view in views)
     text = "Share of new requests that a revision of the nodes gets."
@@ -71,10 +76,10 @@ def collect_revisions(pool: NodePool) -> Iterable[Metric]:
 
 
 class AdapterCollector(Collector):
-    """Collects what adapters computed, and how many nodes have each adapter in memory.
+    """Collects how many tokens adapters computed, and how many nodes have each adapter in memory.
 
     Args:
-        pool: has the nodes; None: no nodes are counted.
+        pool: the joined nodes; None: nodes are not counted.
     """
 
     def __init__(self, pool: NodePool | None) -> None:
@@ -82,7 +87,7 @@ class AdapterCollector(Collector):
         self._used: OrderedDict[tuple[str, str], list[int]] = OrderedDict()  # (requests, tokens)
 
     def note_finished(self, receipt: Receipt) -> None:
-        """Count a finished request by its name and adapter."""
+        """Count a finished request under its served name and its adapter."""
         if not receipt.adapter:
             return
         key = receipt.model, shorten_digest(receipt.adapter)
@@ -110,7 +115,7 @@ class AdapterCollector(Collector):
 
 
 def collect_forecasts(forecasts: ForecastCounts) -> Iterable[Metric]:
-    """Collect how good the forecasts of prompts were: expected over measured time."""
+    """Collect histograms of the expected times of prompts divided by the measured times."""
     histogram = HistogramMetricFamily(
         f"{PREFIX}_prefill_forecast_ratio",
         "Expected over measured time of a prompt on its node: to compute it, and until its "
@@ -125,7 +130,7 @@ def collect_forecasts(forecasts: ForecastCounts) -> Iterable[Metric]:
 
 
 def collect_scaling(signals: ScalingSignals) -> Iterable[Metric]:
-    """Collect the scaling signals; no sample for a role without a serving node."""
+    """Collect the scaling signals; a role without a usable node has no sample."""
     known = [(role.value, s) for role in NodeRole if (s := signals.signal(role)) is not None]
     pressures = (([role], signal.pressure) for role, signal in known)
     text = "How busy the busiest node of a role is; 1: as busy as one may be."

@@ -1,6 +1,6 @@
-"""GrammarChecks: checks that the checkpoint can enforce a structured output within limits.
+"""GrammarChecks: checks that the model's tokenizer can enforce a structured output within limits.
 
-Results are remembered, so each tenant waits only once for a schema's trial.
+Results are remembered, so each tenant waits only once until a schema has been tried.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import GrammarTrials
 
 MAX_REMEMBERED = 1024
-# Seconds for which a refusal is remembered. Not for ever, because a busy machine may cause a
-# refusal.
+# A refusal is remembered for only this many seconds, because a busy machine may be its cause.
 REFUSED_FOR_S = 60.0
 
 
@@ -27,7 +26,7 @@ class _Check:
     began_at: float
 
     def may_be_asked(self, now: float) -> bool:
-        """Return whether this check's result may be reused."""
+        """Return whether the result of this check may be used again."""
         if not self.trial.done():
             return True
         if self.trial.cancelled():
@@ -39,15 +38,15 @@ class _Check:
 
 
 class GrammarChecks:
-    """Try each grammar once and remember the result. Belongs to one event loop.
+    """Tries each grammar once and remembers the result. Belongs to one event loop.
 
     Args:
-        trials: run the checkpoint's trials.
+        trials: compiles grammars for the checkpoint's tokenizer in worker processes.
     """
 
     def __init__(self, trials: GrammarTrials) -> None:
         self._trials = trials
-        # Least recently used first; keyed by digests, because the texts are long.
+        # Least recently used first, by digest, because the texts of grammars are long.
         self._checks: OrderedDict[bytes, _Check] = OrderedDict()
 
     def start(self) -> None:
@@ -55,14 +54,14 @@ class GrammarChecks:
         self._trials.start()
 
     async def prepare(self) -> None:
-        """Wait until workers are ready, and try a few grammars; raises NodeUnavailableError."""
+        """Wait until workers are ready and try a few grammars; raises NodeUnavailableError."""
         await self._trials.prepare()
 
     async def check(self, structured_output: StructuredOutput, *, caller: str = "") -> None:
         """Raise the errors of `GrammarTrials.run` if the output cannot be enforced.
 
         Args:
-            caller: the tenant. Results of other tenants are not used: timing would reveal their
+            caller: the tenant. Results for other tenants are not used: timing would reveal their
                 schemas, and a tenant with a long queue would delay others with the same schema.
         """
         digest = _digest(structured_output, caller)
@@ -75,14 +74,13 @@ class GrammarChecks:
         if len(self._checks) > MAX_REMEMBERED:
             self._checks.popitem(last=False)
         try:
-            # If one caller leaves, the trial continues for other callers.
+            # If the request that started the trial ends, the trial continues for other requests.
             await asyncio.shield(check.trial)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.field, error.problem) from None
 
     async def _try(self, structured_output: StructuredOutput, caller: str) -> None:
-        # Check the result again; only its error matters, because nodes compile the grammar
-        # themselves.
+        # Only the trial's error matters, because nodes compile the grammar themselves.
         await self._trials.run(structured_output, caller=caller)
 
     def close(self) -> None:
@@ -99,6 +97,6 @@ def _digest(structured_output: StructuredOutput, caller: str) -> bytes:
 
 
 def _take_notice(trial: asyncio.Task[None]) -> None:
-    """Read a trial's error: asyncio would log it if no caller waits any more."""
+    """Read a trial's error, because asyncio would log it if no request waits for it any more."""
     if not trial.cancelled():
         trial.exception()

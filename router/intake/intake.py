@@ -1,6 +1,6 @@
 """Intake: the part of a request that all public APIs share: check, tokenize, stream its text.
 
-Intake takes and returns plain values: gRPC and HTTP are thin layers over it.
+gRPC and HTTP convert their messages to the plain values that the intake takes and returns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_CACHE_WORD_CHARS = 256
 
 
 class Intake:
-    """Turns requests into calls, and their tokens into text.
+    """Turns requests for one base model into calls, and the calls' tokens into text.
 
     Args:
         dispatcher: runs the calls.
@@ -48,12 +48,12 @@ class Intake:
         answers: makes the answers that clients get.
         vocab_size: size of the model's vocabulary.
         default_timeout_s: seconds until the deadline of requests that set none.
-        metrics: count every request; None: new counters.
+        metrics: counts every request; None: new counters.
         sampling_defaults: values of sampling parameters that HTTP requests leave out.
 
     Attributes:
         reader, abilities, answers, sampling_defaults: see the arguments.
-        tokenizer: the checkpoint's tokenizer; None: only token ids are served.
+        tokenizer: the checkpoint's tokenizer; None: clients can only send and get token ids.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Intake:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum number of tokens (prompt and output) of a request."""
+        """Maximum number of tokens of prompt and output of a request."""
         return self.abilities.max_model_len
 
     @property
     def admission(self) -> Admission:
-        """The gate, which also counts what callers have left of their limits."""
+        """The gate, which also knows what is left of callers' limits."""
         return self._dispatcher.admission
 
     def close(self) -> None:
@@ -105,12 +105,14 @@ class Intake:
         *,
         generates: bool = True,
     ) -> Call:
-        """Make a checked call of a request; raises InvalidRequestError for a client's mistakes.
+        """Check a request, tokenize its prompt, and return its call.
+
+        Raises InvalidRequestError for a client's mistakes.
 
         Args:
             prompt: text, token ids or a conversation.
-            request_id: generated if empty.
-            generates: whether the request is for text; False: for pooled numbers.
+            request_id: id of the request; empty: generate one.
+            generates: whether the request asks for text; False: for embeddings, scores or labels.
         """
         with self._metrics.accepting():
             if generates:
@@ -121,7 +123,7 @@ class Intake:
         self, prompt: Prompt, params: SamplingParams, terms: Terms, request_id: str
     ) -> Call:
         principal = terms.principal
-        self.check_terms(terms, request_id)  # check this before any expensive work
+        self.check_terms(terms, request_id)  # cheap checks come before expensive work
         await self._dispatcher.turns.wait_for_turn()
         read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
@@ -134,7 +136,7 @@ class Intake:
         if params.structured_output is not None:
             await self.reader.check_structured_output(params.structured_output, principal)
         if params.seed is None:
-            # Draw the seed here, so that both nodes and all retries sample alike.
+            # The seed is drawn here, so that both nodes and all attempts sample alike.
             params = params.with_seed(draw_seed())
         if read is None:
             read = await self.reader.read(prompt, principal)
@@ -156,7 +158,7 @@ class Intake:
     def check_terms(self, terms: Terms, request_id: str = "") -> None:
         """Raise an error if a client's terms are wrong, or its limits allow no request now.
 
-        Counts nothing. Raises InvalidRequestError or OverloadedError.
+        Counts no request. Raises InvalidRequestError or OverloadedError.
         """
         principal = terms.principal
         self.admission.check_key(principal)
@@ -169,10 +171,12 @@ class Intake:
     async def stream(
         self, call: Call, parser: OutputParser | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Run a call; ending the iteration cancels it. Raises the errors of `Dispatcher.run`.
+        """Run a call and yield its output; ending the iteration cancels the call.
+
+        Raises the errors of `Dispatcher.run`.
 
         Args:
-            parser: divides the output; see `CallText`.
+            parser: divides the output into parts; see `CallText`.
         """
         answer = self.answers.open_answer(call, parser, lambda: self._dispatcher.receipt(call))
         try:
@@ -186,7 +190,7 @@ class Intake:
                                 self._dispatcher.note_ttft(call)
                             yield delta
                             continue
-                        # Count stop strings here: nodes do not see texts or stop strings.
+                        # The outcome is noted here, because nodes know no stop strings.
                         record.on_last_delta(delta)
                         assert delta.receipt is not None
                         receipt = answer.shown(delta.receipt)

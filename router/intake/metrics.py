@@ -1,7 +1,6 @@
 """RouterMetrics: the router's metrics for Prometheus. Requests are counted when they end.
 
-Names follow Prometheus' rules: counters end in ``_total``, times are in seconds. Knows no API: code
-that accepts and streams requests reports here, and `/metrics` serves the text.
+Names follow Prometheus' rules: counters end in ``_total``, times are in seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from router.intake.fleet_metrics import (
     make_family,
 )
 
-MAX_PAIRS = 2048  # maximum number of pairs on the page: all pairs would block the event loop
+# Maximum number of pairs of nodes on the page: listing all would block the event loop
+MAX_PAIRS = 2048
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -46,7 +46,7 @@ _NUM_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 _NODE_STATES = ("ready", "joined", "draining", "ejected", "not_serving", "lost")
 
 
-# Name, help text and buckets of each histogram over finished requests.
+# Name, help text and buckets of each histogram of finished requests.
 _OF_REQUEST = (
     (
         "time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_S,
@@ -78,7 +78,8 @@ _OF_REQUEST = (
 _VLLM_NAMES_OF_REQUESTS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
-    "time_per_output_token_seconds": "inter_token_latency_seconds",  # an older name of the metric
+    # The older name that vLLM gave to the metric.
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
     "request_time_per_output_token_seconds": "inter_token_latency_seconds",
     "e2e_request_latency_seconds": "request_seconds",
     "request_queue_time_seconds": "queue_seconds",
@@ -91,14 +92,14 @@ _VLLM_NAMES_OF_REQUESTS = {
 
 
 class RequestRecord:
-    """The outcome of one request; see `RouterMetrics.running`."""
+    """The outcome of one request, which `RouterMetrics.running` counts."""
 
     def __init__(self) -> None:
         self.outcome = "cancelled"
         self.receipt: Receipt | None = None
 
     def on_last_delta(self, delta: TextDelta) -> None:
-        """Note the last delta, before its client gets it."""
+        """Note the outcome of a request from its last delta, before the client gets the delta."""
         assert delta.finish_reason is not None
         self.outcome = delta.finish_reason.value
         self.receipt = delta.receipt
@@ -108,10 +109,10 @@ class RouterMetrics:
     """All metrics of one router, in registries of their own.
 
     Args:
-        pool: nodes to collect from when metrics are read.
-        admission: gate to collect from.
-        overload: overload state to collect from.
-        suspects: quarantine to collect from.
+        pool: the nodes to describe when the page is read.
+        admission: the gate to describe.
+        overload: the overload state to describe.
+        suspects: the quarantined requests to describe.
 
     Attributes:
         of_router: metrics of the router's process, its overload and its connections.
@@ -173,11 +174,11 @@ class RouterMetrics:
             registry.register(Collected(_collect_suspects, suspects))
 
     def show_connections(self, counts: ConnectionCounts) -> None:
-        """Add metrics of HTTP connections."""
+        """Add metrics of the HTTP connections to the page."""
         self.of_router.register(Collected(_collect_connections, counts))
 
     def show_names_of(self, model: str) -> None:
-        """Add vLLM's names for metrics that both systems have."""
+        """Add vLLM's metrics to the page: Baton's values under the names that vLLM uses."""
         self.of_model.register(VllmNames(self._of_other_engines, model))
 
     def _of_other_engines(self) -> Iterable[tuple[str, Metric]]:
@@ -196,16 +197,16 @@ class RouterMetrics:
             yield "num_requests_waiting", waiting
 
     def show(self, collector: Collector) -> None:
-        """Add a collector's metrics."""
+        """Add the metrics of a collector to the page."""
         self.of_model.register(collector)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return the metrics page in Prometheus' text format."""
         return generate_latest(self.of_router) + generate_latest(self.of_model)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
-        """Enclose the checks of a request, to count refused requests."""
+        """Count a request that is refused while it is checked within this context."""
         try:
             yield
         except BatonError as error:
@@ -214,7 +215,7 @@ class RouterMetrics:
 
     @contextmanager
     def running(self) -> Iterator[RequestRecord]:
-        """Count an accepted request as open while the context lasts, and then by its outcome."""
+        """Count an accepted request as open within this context, and then by its outcome."""
         record = RequestRecord()
         self._open.inc()
         try:
@@ -223,7 +224,7 @@ class RouterMetrics:
             record.outcome = status_name(error).lower()
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            raise  # the request was cancelled, or finished but not read to the end
+            raise  # `record.outcome` is right already: the request was cancelled, or has finished
         except BaseException:
             record.outcome = "internal"
             raise
@@ -262,7 +263,7 @@ class RouterMetrics:
 
 
 def _collect_nodes(pool: NodePool) -> Iterable[Metric]:
-    """Collect the number of nodes by role and state."""
+    """Collect how many nodes of each role are in each state."""
     counts = {(role, state): 0 for role in NodeRole for state in _NODE_STATES}
     fleet = pool.fleet
     usable = (*fleet.prefills, *fleet.decodes, *fleet.self_prefilling)
@@ -296,7 +297,7 @@ def _state(node: Node, ready: Set[str]) -> str:
 
 
 def _collect_pairs(pool: NodePool) -> Iterable[Metric]:
-    """Collect which nodes reach each other, by transport and bandwidth, and how many do not."""
+    """Collect the pairs of nodes that are connected, and how many pairs are not."""
     num_down = num_pairs_down(pool.nodes, pool.lost)
     yield make_family(
         "pairs",
@@ -330,7 +331,7 @@ def _pairs(pool: NodePool) -> Iterator[tuple[float, Node, str]]:
 
 
 def _collect_suspects(suspects: Suspects) -> Iterable[Metric]:
-    """Collect requests that were ended or refused as poison."""
+    """Collect how many requests were ended or refused because they crash nodes."""
     yield GaugeMetricFamily(
         f"{PREFIX}_requests_quarantined",
         "Requests that are refused because nodes died of one like it.",
@@ -344,7 +345,7 @@ def _collect_suspects(suspects: Suspects) -> Iterable[Metric]:
 
 
 def _collect_admission(admission: Admission) -> Iterable[Metric]:
-    """Collect what waits at the gate and what was refused."""
+    """Collect how many requests wait at the gate, and how many it refused."""
     state = admission.state()
     for name, text, value in (
         ("requests_queued", "Requests that wait for nodes to have room.", state.num_queued),
@@ -383,7 +384,7 @@ def _collect_overload(overload: Overload) -> Iterable[Metric]:
 
 
 def _collect_connections(counts: ConnectionCounts) -> Iterable[Metric]:
-    """Collect HTTP connections."""
+    """Collect how many HTTP connections are open or were cut."""
     text = "Connections that are open: at work on a request, or waiting for one."
     now = ((["at_work"], counts.at_work), (["waiting"], counts.open - counts.at_work))
     yield make_family("http_connections", text, ["state"], now)

@@ -1,7 +1,7 @@
-"""PooledRequests: embeddings, scores and labels, as all public APIs serve them.
+"""PooledRequests: computes embeddings, scores and labels, for all public APIs.
 
-A request has many inputs. Each input becomes a separate call, which the gate, placement and retries
-treat like any other prompt. Only a few of a request's calls run at once.
+A request has many inputs. Each input becomes a call of its own, which the gate, placement and
+retries treat like any other prompt. Only a few of a request's calls run at once.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ from router.intake.texts import ChatPrompt
 
 MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 2**20  # maximum number of tokens of a request's inputs together
-MAX_NUMBERS = 2**21  # maximum number of numbers in a response: 8 MiB as float32
-_AT_ONCE = 64  # calls of one request that wait or run at the same time
-# Parameters without effect: nothing is sampled, they only end a call after its prompt.
+MAX_NUMBERS = 2**21  # maximum number of float32 values in a response: 8 MiB
+_AT_ONCE = 64  # maximum number of calls of one request that wait or run at the same time
+# Sampling parameters of a pooled call, which samples nothing: they only end the call after its
+# prompt.
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0, seed=0)
 
 Text = str | Sequence[int]
@@ -62,7 +63,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pooled(Generic[Result]):
-    """The results of one request, and the receipts of its calls."""
+    """The results of one request, one per input, and the receipts of its calls."""
 
     results: list[Result]
     receipts: list[Receipt]
@@ -78,7 +79,7 @@ class Pooled(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The pooled numbers of one call."""
+    """The pooled values of one call, as bytes, and its receipt."""
 
     pooled: bytes
     receipt: Receipt
@@ -90,7 +91,8 @@ class PooledRequests:
     Args:
         intake: checks and runs the calls.
         terms: the client's terms.
-        request_id: the first call's id; the others get ``-1``, ``-2`` and so on appended.
+        request_id: id of the first call; the other calls' ids have ``-1``, ``-2`` and so on
+            appended.
     """
 
     def __init__(self, intake: Intake, terms: Terms, request_id: str = "") -> None:
@@ -111,7 +113,7 @@ class PooledRequests:
         Args:
             field: name of the inputs' field, for errors.
             prompt_name: see `prompt_before`.
-            dimensions: numbers to keep of each embedding; None: all.
+            dimensions: number of leading values to keep of each embedding; None: all.
 
         Raises InvalidRequestError, and the errors of `Dispatcher.run`.
         """
@@ -145,9 +147,9 @@ class PooledRequests:
         """Return how well each document fits its query.
 
         Args:
-            queries: one for all documents, or one for each.
+            queries: one query for all documents, or one query per document.
             fields: names of the fields of queries and documents, for errors.
-            instruction: for rerankers, the task in words; empty: the checkpoint's default.
+            instruction: for rerankers, the task in words; empty: the checkpoint's own instruction.
 
         Raises InvalidRequestError, and the errors of `Dispatcher.run`.
         """
@@ -162,8 +164,8 @@ class PooledRequests:
         asked = [*queries] * len(documents) if len(queries) == 1 else queries
         instruction = instruction or prompt_before(setup, None)
         prompts = await self._tokenize(
-            # Texts are made one by one: 2048 texts that each contain a long query would fill the
-            # memory.
+            # Prompts are made one by one: 2,048 prompts that each contain a long query would fill
+            # the memory.
             (self._pair(*pair, instruction) for pair in zip(asked, documents, strict=True)),
             fields[1],
             len(documents),
@@ -182,7 +184,10 @@ class PooledRequests:
     async def _compare(
         self, queries: Sequence[str], documents: Sequence[str], fields: tuple[str, str]
     ) -> Pooled[Score]:
-        """Return the cosines of pairs' embeddings; one query for all documents is embedded once."""
+        """Return the cosine of the embeddings of each query and its document.
+
+        A single query for all documents is embedded once.
+        """
         names = [name if name in self._setup.prompts else None for name in ("query", "document")]
         of_queries = await self.embed(queries, field=fields[0], prompt_name=names[0])
         of_documents = await self.embed(documents, field=fields[1], prompt_name=names[1])
@@ -194,14 +199,17 @@ class PooledRequests:
             num_tokens = one.num_prompt_tokens + other.num_prompt_tokens
             num_cached = one.num_cached_tokens + other.num_cached_tokens
             scores.append(Score(cosine(one.vector, other.vector), num_tokens, num_cached))
-            # Let other tasks run, because comparing many long vectors takes long
+            # Let other tasks run, because comparing many long vectors takes long.
             await asyncio.sleep(0)
         return Pooled(scores, of_queries.receipts + of_documents.receipts)
 
     async def classify(
         self, inputs: Sequence[Text], *, field: str = "input"
     ) -> Pooled[Classification]:
-        """Return the labels of each input; raises InvalidRequestError, and as `Dispatcher.run`."""
+        """Return the labels of each input, with their probabilities.
+
+        Raises InvalidRequestError, and the errors of `Dispatcher.run`.
+        """
         setup = self._setup
         check_classifies(setup)
         check_num_inputs(field, len(inputs), len(setup.labels))
@@ -217,7 +225,7 @@ class PooledRequests:
     # ------------------------------------------------------------------ prompts
 
     def _pair(self, query: str, document: str, instruction: str) -> str | ChatPrompt | PairPrompt:
-        """Return the prompt that judges a pair."""
+        """Return the prompt from which the model judges how well a document fits a query."""
         tokenizer = self._intake.tokenizer
         template = None if tokenizer is None else tokenizer.chat_template
         if template is not None and takes_pairs(template.source(with_tools=False)):
@@ -227,7 +235,7 @@ class PooledRequests:
         return pair_text(query, document, instruction)
 
     def _answer_ids(self) -> tuple[int, ...]:
-        """Return the tokens for yes and no, if the task needs them."""
+        """Return the tokens for yes and no, whose probabilities give a reranker's score."""
         if self._setup.task is not PoolingTask.RERANK or self._setup.answer_ids:
             return self._setup.answer_ids
         tokenizer = self._intake.tokenizer
@@ -260,7 +268,8 @@ class PooledRequests:
                 problem = f"must have at most {MAX_INPUT_TOKENS} tokens together"
                 raise InvalidRequestError(field, problem)
             found.append(token_ids)
-            await asyncio.sleep(0)  # let other tasks run between prompts
+            # Let other tasks run, because tokenizing many prompts takes long
+            await asyncio.sleep(0)
         return found
 
     # ------------------------------------------------------------------ calls
@@ -268,7 +277,7 @@ class PooledRequests:
     async def _run(
         self, prompts: Sequence[list[int]], params: PoolingParams, field: str
     ) -> list[_Numbers]:
-        """Run one call per prompt; no call begins unless all prompts are right."""
+        """Run one call per prompt; begin no call unless all prompts are valid."""
         calls: list[Call] = []
         for place, token_ids in enumerate(prompts):
             name = choice_request_id(self._request_id, self._num_calls)
@@ -283,7 +292,8 @@ class PooledRequests:
         orders = ((), range(len(calls))) if params.needs_all_rows else find_leaders(prompts)
         for order in orders:
             await self._run_some(calls, order, accepted_at, found)
-        # If the nodes' weights changed meanwhile, repeat the calls that the old weights computed.
+        # If the nodes changed their weights meanwhile, the calls that the old weights computed are
+        # repeated.
         newest = next(reversed(found.values())).receipt.weights
         old = [place for place, one in found.items() if one.receipt.weights != newest]
         await self._run_some(calls, old, accepted_at, found)
@@ -298,7 +308,14 @@ class PooledRequests:
         accepted_at: float,
         found: dict[int, _Numbers],
     ) -> None:
-        """Run some calls, a few at once; the first error ends all of them and is raised."""
+        """Run some calls, a few at once, and put their results into ``found``.
+
+        The first error ends all of these calls and is raised.
+
+        Args:
+            order: places of the calls to run, in order.
+            accepted_at: when the request was accepted, by the event loop's clock.
+        """
         left = iter(order)
 
         async def work() -> None:
@@ -315,7 +332,7 @@ class PooledRequests:
 
     @property
     def _num_at_once(self) -> int:
-        """Maximum number of a request's concurrent calls, within the caller's limit."""
+        """Maximum number of a request's calls that may run at once, within the caller's limit."""
         of_key = self._terms.principal.limits.max_open_requests
         limit = of_key or self._intake.admission.options.max_open_requests_per_client
         return min(_AT_ONCE, limit) if limit and self._terms.principal.name else _AT_ONCE
@@ -338,7 +355,7 @@ def check_num_inputs(field: str, number: int, size: int = 0) -> None:
     """Raise InvalidRequestError if a request has no input or too many.
 
     Args:
-        size: numbers that the response has for each input.
+        size: number of values that the response has per input.
     """
     if not 1 <= number <= MAX_INPUTS:
         raise InvalidRequestError(field, f"must have 1 to {MAX_INPUTS} inputs, got {number}")
@@ -348,13 +365,16 @@ def check_num_inputs(field: str, number: int, size: int = 0) -> None:
 
 
 def _check_one_version(receipts: Sequence[Receipt]) -> None:
-    """Raise NodeUnavailableError unless one version of the weights computed all results."""
+    """Raise NodeUnavailableError unless all results come from one version of the weights."""
     if len({one.weights for one in receipts}) > 1:
         raise NodeUnavailableError("the nodes' weights changed meanwhile: try again")
 
 
 async def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result]) -> Pooled[Result]:
-    """Return all results; let other tasks run in between, because two million numbers take long."""
+    """Make the result of each call.
+
+    Lets other tasks run in between, because making two million values takes long.
+    """
     results = []
     for one in found:
         results.append(make(one))
@@ -364,10 +384,11 @@ async def _pooled(found: Sequence[_Numbers], make: Callable[[_Numbers], Result])
 
 @contextlib.contextmanager
 def _named(field: str, place: int, number: int) -> Iterator[None]:
-    """In errors about a prompt, name the field of the input that the prompt was made from."""
+    """In errors about a prompt, name the input field that the prompt was made from."""
     try:
         yield
     except InvalidRequestError as error:
-        if error.field not in ("prompt", "messages"):  # a pair may be rendered as messages
+        # The prompt of a pair may be a chat, whose errors name messages
+        if error.field not in ("prompt", "messages"):
             raise
         raise error.of_field(field if number == 1 else f"{field}[{place}]") from None

@@ -1,8 +1,8 @@
 """PromptReader: turns clients' prompts into token ids, and token ids back into text.
 
 Worker processes read long texts, conversations and grammars; `PromptReader` starts and ends them.
-`EarlyReaders` holds what a router loads and forks before it starts threads, so that the workers
-share the router's modules and tokenizer.
+`EarlyReaders` has what a router loads and forks before it starts threads, so that worker processes
+share the memory of the router's modules and tokenizer.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from router.intake.images.image_reader import ImageFile, ImageReader, check_mark
 from router.intake.text_options import TextOptions
 from router.intake.texts import ChatPrompt, Texts, fork_texts
 
-# Tokens per piece: decoding a piece takes some milliseconds, with any vocabulary
+# Number of tokens per piece: decoding a piece takes some milliseconds, with any vocabulary.
 _DECODED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class IllustratedPrompt:
-    """A text or token ids with a marker for each image."""
+    """A prompt as text or token ids, which has a marker in the place of each image."""
 
     prompt: str | Sequence[int]
     images: Sequence[ImageFile]
@@ -45,10 +45,10 @@ class IllustratedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt in the form that nodes compute.
+    """A prompt as nodes get it.
 
     Attributes:
-        token_ids: the prompt with the tokens of its images.
+        token_ids: the prompt, with the tokens of its images.
         images: the images with their files, in order.
     """
 
@@ -61,7 +61,7 @@ Prompt = str | Sequence[int] | ChatPrompt | IllustratedPrompt | ReadPrompt
 
 @dataclass(frozen=True, slots=True)
 class PairPrompt:
-    """Two texts to tokenize as a pair, such as query and document."""
+    """Two texts that the tokenizer encodes as a pair, such as a query and a document."""
 
     first: str
     second: str
@@ -74,12 +74,12 @@ def is_chat(prompt: Prompt) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EarlyReaders:
-    """A router's tokenizer, and templates of the processes that read requests.
+    """A model's tokenizer, and template processes from which worker processes are forked.
 
     Attributes:
         tokenizer: the checkpoint's tokenizer, or None.
-        texts, grammars: templates for the processes of `Texts` and `GrammarTrials`; None if forking
-            was not possible.
+        texts, grammars: template processes of `Texts` and `GrammarTrials`; None if forking was not
+            possible.
     """
 
     tokenizer: Tokenizer | None
@@ -88,7 +88,7 @@ class EarlyReaders:
 
 
 def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
-    """Load a checkpoint's tokenizer and fork the templates; call before threads start.
+    """Load a checkpoint's tokenizer and fork the template processes; call before threads start.
 
     Raises:
         ModelLoadError: the tokenizer is broken.
@@ -98,7 +98,7 @@ def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
     if tokenizer is None or not may_fork():
         return EarlyReaders(tokenizer)
     texts = grammars = None
-    # No resources to fork; `PromptReader.start` reports the error
+    # If the machine lacks resources to fork, `PromptReader.start` reports the error.
     with contextlib.suppress(OSError):
         texts = fork_texts(tokenizer)
         grammars = fork_trials(folder)
@@ -106,22 +106,22 @@ def fork_readers(options: TextOptions, folder: Path) -> EarlyReaders:
 
 
 class PromptReader:
-    """Read prompts with one checkpoint's tokenizer.
+    """Reads prompts with one checkpoint's tokenizer.
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: the checkpoint has none, and only token ids are
             served.
-        admission: has the callers' rate limits.
-        max_model_len: returns the most tokens of a request now.
+        admission: the gate, which knows callers' limits.
+        max_model_len: returns the maximum number of tokens that a request may have now.
         vocab_size: size of the model's vocabulary.
-        readers: templates of the worker processes; None: new processes.
-        trusts_templates: whether a request may bring a chat template.
+        readers: template processes of the workers; None: start new processes.
+        trusts_templates: whether a request may bring a chat template of its own.
         cuts_changing_lines: whether lines that clients change in every prompt are removed.
-        images: reads images; None: the model takes none.
-        may_encode: returns whether nodes encode images, as far as the router knows.
+        images: reads image files; None: the model takes no images.
+        may_encode: returns whether nodes can encode images, as far as the router knows.
 
     Attributes:
-        is_starting: whether the worker processes were started and are not ready yet.
+        is_starting: whether worker processes were started, but are not ready yet.
         tokenizer, images: see the arguments.
     """
 
@@ -156,7 +156,7 @@ class PromptReader:
             self._grammar_checks = GrammarChecks(trials)
 
     def start(self) -> None:
-        """Start the workers for texts and grammars; `prepare` waits for them.
+        """Start the worker processes for texts and grammars; `prepare` waits for them.
 
         Raises:
             NodeUnavailableError: a process cannot be started.
@@ -167,7 +167,7 @@ class PromptReader:
                 part.start()
 
     async def prepare(self) -> None:
-        """Wait until the workers are ready, and let each of them read a short text or grammar.
+        """Wait until the worker processes are ready, and let each read a short text or grammar.
 
         Raises:
             NodeUnavailableError: the processes cannot be started.
@@ -179,21 +179,21 @@ class PromptReader:
         self.is_starting = False
 
     def close(self) -> None:
-        """End the processes that read texts and grammars."""
+        """End the worker processes that read texts and grammars."""
         for part in (self._texts, self._grammar_checks, self.images):
             if part is not None:
                 part.close()
 
     @property
     def image_marker(self) -> str:
-        """Text that represents an image in prompts; empty: the model takes no images."""
+        """Text that stands for an image in prompts; empty: the model takes no images."""
         return self.images.layout.marker if self.images is not None else ""
 
     def image_reader(self, field: str) -> ImageReader:
-        """Return the reader of images; raises InvalidRequestError if the model takes no images.
+        """Return the reader of image files; raises InvalidRequestError if there can be no images.
 
         Args:
-            field: the client's field that has an image.
+            field: the client's field that has an image, for the error.
         """
         if self.images is None:
             raise InvalidRequestError(field, "has an image, but this model reads text only")
@@ -210,7 +210,9 @@ class PromptReader:
         *,
         add_special_tokens: bool = True,
     ) -> ReadPrompt:
-        """Return a prompt's tokens and images; the tokens are not checked against the model.
+        """Return a prompt's token ids and images.
+
+        The token ids are not checked against the model's vocabulary and length.
 
         Args:
             principal: the client whose prompt this is.
@@ -244,7 +246,7 @@ class PromptReader:
         *,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return a prompt's token ids, images included; see `read`."""
+        """Return a prompt's token ids, with those of its images; see `read`."""
         read = await self.read(prompt, principal, add_special_tokens=add_special_tokens)
         return read.token_ids
 
@@ -258,7 +260,7 @@ class PromptReader:
         """Return a prompt's token ids, with markers in the places of images.
 
         Args:
-            layout: the rule for a prompt's images; None: the prompt has no images.
+            layout: how images are written in prompts; None: the prompt has no images.
         """
         max_model_len = self._max_model_len()
         if not isinstance(prompt, str | ChatPrompt | PairPrompt):
@@ -300,9 +302,10 @@ class PromptReader:
     async def tokenize_only(
         self, prompt: Prompt, principal: Principal, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Return a prompt's token ids, and charge the caller's rate limits as for a request.
+        """Return a prompt's token ids for a request that only tokenizes.
 
-        Raises OverloadedError, and the errors of `tokenize`.
+        Charges the tokens against the caller's limits. Raises OverloadedError, and the errors of
+        `tokenize`.
         """
         self._admission.charge(principal)
         token_ids = await self.tokenize(prompt, principal, add_special_tokens=add_special_tokens)
@@ -310,7 +313,7 @@ class PromptReader:
         return token_ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a prompt's token ids; let other tasks run in between.
+        """Return the text of token ids; let other tasks run in between.
 
         Raises InvalidRequestError for unknown ids, too many ids, or a checkpoint without tokenizer.
         """
@@ -332,7 +335,7 @@ class PromptReader:
     async def check_structured_output(
         self, structured_output: StructuredOutput, principal: Principal
     ) -> None:
-        """Raise InvalidRequestError for a grammar that cannot be compiled within its limits."""
+        """Check that a grammar can be compiled within limits; raises InvalidRequestError if not."""
         if self._grammar_checks is None:
             raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
         await self._grammar_checks.check(structured_output, caller=principal.tenant)

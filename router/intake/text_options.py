@@ -1,6 +1,6 @@
-"""TextOptions: options for turning conversations into prompts and outputs into messages.
+"""TextOptions: options of chat templates, output parsers, sampling defaults and pooling.
 
-Modules that read checkpoints are imported late, because `--help` must be fast.
+Modules that read checkpoints are imported late, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# OpenAI's temperature of 1 makes small models write nonsense.
+# Used in place of OpenAI's temperature of 1, with which small models write nonsense.
 CALM_SAMPLING = {"temperature": 0.7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """Options of chat templates, output parsers, default sampling and pooling."""
+    """Options for turning conversations into prompts, and outputs into messages."""
 
     chat_template: str = option(
         "", help="Jinja file to use instead of the checkpoint's chat template."
@@ -67,7 +67,7 @@ class TextOptions:
         check_limits(self)
 
     def sampling_defaults(self, folder: Path) -> dict[str, Any]:
-        """Return defaults of sampling parameters that HTTP requests leave out, by field.
+        """Return the values of sampling parameters that HTTP requests leave out, by field.
 
         Raises ModelLoadError if `generation_config.json` is broken.
         """
@@ -83,7 +83,7 @@ class TextOptions:
         return defaults
 
     def read_setup(self, folder: Path) -> PoolingSetup:
-        """Return what the model does besides generating text; raises ConfigError."""
+        """Return whether the model generates text and what it pools; raises ConfigError."""
         from baton.checkpoint.pooling.setup import read_setup
 
         setup = read_setup(folder, self.pooling)
@@ -92,7 +92,7 @@ class TextOptions:
         return setup
 
     def load(self, folder: Path) -> tuple[Tokenizer | None, OutputParsers]:
-        """Return a model's tokenizer (or None) and its parsers; ConfigError for bad options."""
+        """Return a model's tokenizer, if it has one, and its parsers; raises ConfigError."""
         tokenizer = self.make_tokenizer(folder)
         return tokenizer, self.make_parsers(tokenizer)
 
@@ -111,7 +111,7 @@ class TextOptions:
         return None
 
     def make_parsers(self, tokenizer: Tokenizer | None) -> OutputParsers:
-        """Return the parsers of outputs."""
+        """Return the parsers of the model's outputs."""
         from router.intake.parsers.choice import OutputParsers
 
         parsers = OutputParsers(tokenizer, self.tool_call_parser, self.reasoning_parser)

@@ -1,7 +1,7 @@
 """Texts: turns clients' texts and conversations into token ids without blocking the router.
 
-A text that cannot fit is refused by its size. Short texts are tokenized at once; long texts and
-all chats go to worker processes, within limits.
+A text that is too long for the model by its number of characters is refused at once. Short texts
+are tokenized here; long texts and all chats go to worker processes with limits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from baton.text.call_arguments import read_arguments
 from baton.text.tokenizer import Tokenizer
 from router.intake.images.image_reader import ImageFile
 
-# Longer texts go to a worker process: tokenizing them takes longer than sending them there and
-# back.
+# Longer texts go to a worker process, because tokenizing them takes longer than sending them there
+# and back.
 SHORT_TEXT_CHARS = 4_000
 MAX_MESSAGES = 8_192
 MAX_TOOLS = 1_024
-# Maximum number of bytes of a prompt's tools and options; templates may render them shorter.
+# Maximum number of bytes of a chat's tools and options. Their tokens cannot be estimated from their
+# size, because templates may render them shorter.
 _MAX_EXTRA_BYTES = 2**16
-_MAX_CHAR_BYTES = 6  # maximum number of bytes of a character in JSON: "\\u0007"
+_MAX_CHAR_BYTES = 6  # maximum number of bytes of one character in JSON, as in "\\u0007"
 _TEXT, _BARE_TEXT, _CHAT, _PAIR = b"t", b"b", b"c", b"p"
 
 
@@ -40,13 +41,13 @@ class ChatPrompt:
     """A conversation to render with a chat template.
 
     Attributes:
-        messages: the messages; arguments of tool calls are the text that the model wrote. A content
-            is a text, or a list of parts: texts, and ``{"type": "image"}`` for each image.
+        messages: the messages. The arguments of a tool call are JSON text, as the model wrote it. A
+            content is a text, or a list of parts: texts, and ``{"type": "image"}`` per image.
         tools: functions that the model may call.
         template_options: additional template variables.
         continues_last: whether the output continues the last message.
-        template: the client's own template; None: none.
-        named_template: template of the served name, used if the client brings none; empty: the
+        template: the template in the request; None: the request has none.
+        named_template: template of the served name, used if the request has none; empty: use the
             checkpoint's template.
         images: files of the images, in the order of the messages.
     """
@@ -61,20 +62,20 @@ class ChatPrompt:
 
 
 class Texts:
-    """Turn texts into token ids. Belongs to one event loop.
+    """Turns texts into token ids. Belongs to one event loop.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
-        max_model_len: maximum number of tokens of a request; sets the workers' limits.
-        early: a template process forked by `fork_texts`; None: worker processes are started without
-            it.
+        max_model_len: maximum number of tokens of a request, from which the worker processes'
+            limits of time and memory follow.
+        early: a template process forked by `fork_texts`; None: worker processes are started anew.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, max_model_len: int, early: EarlyTemplate | None = None
     ) -> None:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
-        # A long prompt takes about 2 microseconds and 400 bytes per token.
+        # Tokenizing a long prompt takes about 2 microseconds and 400 bytes per token.
         limits = WorkLimits(
             cpu_s=2.0 + 2e-5 * max_model_len,
             wall_s=20.0 + 1e-4 * max_model_len,
@@ -98,7 +99,8 @@ class Texts:
         """
         await self._workers.wait_ready()
         hello = ChatPrompt([{"role": "user", "content": "hello"}])
-        # For example, the checkpoint has no chat template
+        # The error of this try is no error of a client; for example, the checkpoint has no chat
+        # template.
         with contextlib.suppress(InvalidRequestError):
             await self.encode_chat(hello, max_model_len=self._max_model_len)
 
@@ -117,8 +119,8 @@ class Texts:
             caller: the tenant whose text this is.
             add_special_tokens: whether to add the checkpoint's special tokens.
 
-        Raises the errors of `WorkerProcesses.run`, and InvalidRequestError if the text costs too
-        much.
+        Raises the errors of `WorkerProcesses.run`, and InvalidRequestError if the text is too long
+        or exceeds a worker's limits.
         """
         self._check_num_chars("prompt", len(text), max_model_len)
         utf8 = _utf8("prompt", text)
@@ -130,7 +132,7 @@ class Texts:
     async def encode_pair(
         self, first: str, second: str, *, max_model_len: int, caller: str = ""
     ) -> list[int]:
-        """Return the token ids of two texts, with the special tokens of a pair; see `encode`."""
+        """Return the token ids of a pair of texts, with special tokens; see `encode`."""
         num_chars = len(first) + len(second)
         self._check_num_chars("prompt", num_chars, max_model_len)
         for text in (first, second):
@@ -183,13 +185,13 @@ class Texts:
         self._workers.close()
 
     def _check_num_chars(self, field: str, num_chars: int, max_model_len: int) -> None:
-        """Refuse a text that is too long to fit, however it is tokenized."""
+        """Raise PromptTooLongError if a text has too many characters, however it is tokenized."""
         if num_chars > self._max_chars(max_model_len):
             least = math.ceil(num_chars / self._tokenizer.longest_token_chars)
             raise PromptTooLongError(field, least, max_model_len - 1)
 
     def _max_chars(self, max_model_len: int) -> int:
-        """Return the most characters of a text that could fit into the model's length."""
+        """Return how many characters a text may have at most to fit into the model's length."""
         return max_model_len * self._tokenizer.longest_token_chars
 
     async def _run(self, field: str, frame: bytes, caller: str) -> list[int]:
@@ -203,18 +205,24 @@ class Texts:
 
 
 def check_num_messages(number: int) -> None:
-    """Raise InvalidRequestError for too many messages; cheap, so call it first."""
+    """Raise InvalidRequestError if a conversation has too many messages.
+
+    This check is cheap, so it must come first.
+    """
     _check_count("messages", number, MAX_MESSAGES)
 
 
 def make_work(options: Mapping[str, str]) -> Work:
-    """Return the tokenizing function; called in a worker template."""
+    """Return the function that tokenizes in worker processes; called in their template process."""
     template_file = Path(options["chat_template"]) if "chat_template" in options else None
     return _work_of(Tokenizer(Path(options["folder"]), chat_template=template_file))
 
 
 def fork_texts(tokenizer: Tokenizer) -> EarlyTemplate:
-    """Fork a template for `Texts` that shares the tokenizer; raises OSError."""
+    """Fork a template process for `Texts` that shares this process's tokenizer.
+
+    Raises OSError if forking fails.
+    """
     return fork_template(lambda: _work_of(tokenizer))
 
 
@@ -245,13 +253,13 @@ def _work_of(tokenizer: Tokenizer) -> Work:
 
 
 def _parse_arguments(message: dict[str, Any]) -> None:
-    """Parse the arguments of tool calls, a text in OpenAI's API, to the objects of templates."""
+    """Parse the arguments of tool calls from JSON text to the objects that templates expect."""
     for call in message.get("tool_calls") or ():
         call["function"]["arguments"] = read_arguments(call["function"]["arguments"])
 
 
 def _num_chars(message: Mapping[str, Any]) -> int:
-    """Count the characters of a message's content."""
+    """Count the characters of the texts in a message's content."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return len(content)

@@ -1,1 +1,1 @@
-"""Names that clients may give for models, and the base models behind the names."""
+"""Names that clients may give as models, and the base models that the names stand for."""

@@ -1,4 +1,4 @@
-"""BaseModel: one base model's fleet, queue, tokenizer and metrics in this router."""
+"""BaseModel: one base model's nodes, gate, tokenizer and metrics in this router."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from router.intake.metrics import RouterMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BaseModel:
-    """The parts that serve one base model; base models share none of them.
+    """The parts that serve one base model; no two base models share any of them.
 
     Attributes:
-        model: the model as given to ``--model``.
+        model: the base model as the option ``--model`` names it.
         dispatcher: runs calls on the nodes of this base model only.
         intake: has the model's tokenizer, parsers and sampling defaults.
-        metrics: count the model's requests.
+        metrics: counts the model's requests.
     """
 
     model: str
@@ -30,11 +30,11 @@ class BaseModel:
 
     @property
     def pool(self) -> NodePool:
-        """Nodes of this base model."""
+        """The pool of the nodes that serve this base model."""
         return self.dispatcher.pool
 
     def check_nodes(self) -> None:
-        """Raise NodeUnavailableError if no node is here or expected back.
+        """Raise NodeUnavailableError if no node has joined and none is expected back.
 
         Without this check, a request would wait for nodes that may never join.
         """
@@ -46,10 +46,10 @@ class BaseModel:
                 raise NodeUnavailableError(f"model: no node of {self.model!r} has joined")
 
     def check_adapter(self, adapter: str) -> None:
-        """Raise NodeUnavailableError if no pair of nodes has an adapter or can load it.
+        """Raise NodeUnavailableError if the nodes of some role can neither use nor load an adapter.
 
         Args:
-            adapter: digest of the adapter's bytes, 64 hex characters.
+            adapter: digest of the adapter's files, 64 hex characters.
         """
         if not self.pool.can_load_adapter(adapter):
             with self.metrics.accepting():

@@ -18,9 +18,11 @@ class NameDefaults:
     """Defaults of requests under one name.
 
     Attributes:
-        sampling: defaults by `SamplingParams` field; they override the checkpoint's.
-        max_tokens: output tokens of requests that set no number; None: the API's default.
-        max_tokens_limit: upper limit of any output; None: no limit.
+        sampling: value of each `SamplingParams` field that has a default here; these defaults
+            override the checkpoint's.
+        max_tokens: maximum number of output tokens of requests that set none; None: the API's
+            default applies.
+        max_tokens_limit: upper limit of every request's output tokens; None: no limit.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -35,11 +37,11 @@ class NameDefaults:
         return ",".join(f"{key}={value:.12g}" for key, value in given.items())
 
     def num_tokens(self, asked: int | None, otherwise: int) -> int:
-        """Return the most output tokens of a request.
+        """Return the maximum number of output tokens of a request.
 
         Args:
-            asked: number in the request; None: the request sets none.
-            otherwise: default of the API.
+            asked: number that the request asks for; None: it asks for none.
+            otherwise: the API's default.
         """
         found = asked if asked is not None else self.max_tokens
         found = otherwise if found is None else found
@@ -50,15 +52,15 @@ NO_DEFAULTS = NameDefaults()
 
 
 def read_names(name: str, aliases: str) -> tuple[str, ...]:
-    """Return all names of the model; ``name`` comes first."""
+    """Return all names of the model: ``name``, and the aliases divided by commas."""
     others = (one.strip() for one in aliases.split(","))
     return tuple(dict.fromkeys([name, *filter(None, others)]))
 
 
 def read_defaults(names: tuple[str, ...], text: str) -> dict[str, NameDefaults]:
-    """Read ``[NAME:]key=value,...;...`` for each name; raises ConfigError.
+    """Read the defaults of each name from ``[NAME:]key=value,...;...``; raises ConfigError.
 
-    Entries without a name apply to all names.
+    An entry without a name applies to all names.
     """
     given: dict[str, dict[str, Any]] = {name: {} for name in names}
     for part in filter(str.strip, text.split(";")):
@@ -73,7 +75,7 @@ def read_defaults(names: tuple[str, ...], text: str) -> dict[str, NameDefaults]:
 
 
 def read_name_defaults(text: str) -> NameDefaults:
-    """Read ``key=value,...`` of one name; raises ConfigError."""
+    """Read one name's defaults from ``key=value,...``; raises ConfigError."""
     return _defaults(_values(text)) if text.strip() else NO_DEFAULTS
 
 

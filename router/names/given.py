@@ -1,4 +1,4 @@
-"""Read the served names from a router's options."""
+"""Reads the served names from a router's options."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from router.names.served_name import ServedName
 def names_given(
     bases: Sequence[BaseModel], names: Sequence[str], aliases: str, defaults: str
 ) -> list[ServedName]:
-    """Return the served names; names of the first base model come first.
+    """Return what each name in the options stands for; names of the first base model come first.
 
     Args:
-        names: with one base model its names, with several ``NAME=MODEL``. A base model without a
-            name is served under its text in ``--model``.
-        aliases: more names in the same form, divided by commas.
-        defaults: see `read_defaults`.
+        names: names of the base model; with several base models, ``NAME=MODEL``. A base model
+            without a name is served under its text in ``--model``.
+        aliases: further names in the same form, divided by commas.
+        defaults: request defaults; see `read_defaults`.
 
     Raises ConfigError naming the option.
     """
@@ -40,14 +40,16 @@ def names_given(
 def adapters_given(
     served: Sequence[ServedName], root: str, adapters: Sequence[str]
 ) -> list[ServedName]:
-    """Return the names that ``NAME=SOURCE`` or ``NAME=SOURCE=MODEL`` give to adapters.
+    """Return what the names of adapters in the options stand for.
 
     Args:
-        served: the base models' own names. A MODEL is one of them, or a base model's ``--model``;
-            the adapter's name has the defaults of that name, or of the base model's first name.
-        root: folder below which adapters' folders must lie; reads all of their files.
+        served: the base models' own names.
+        root: folder below which adapters' folders must lie.
+        adapters: ``NAME=SOURCE`` or ``NAME=SOURCE=MODEL``. MODEL is a name of a base model, or its
+            text in ``--model``; the adapter's name gets the request defaults of that name, or of
+            the base model's first name.
 
-    Raises ConfigError naming the option.
+    Reads all files of the adapters. Raises ConfigError naming the option.
     """
     parents = {one.base.model: one for one in reversed(served)} | {one.name: one for one in served}
     found: dict[str, ServedName] = {}
@@ -63,12 +65,12 @@ def adapters_given(
 def _divide_adapter(
     entry: str, parents: Mapping[str, ServedName], first: ServedName
 ) -> tuple[str, str, ServedName]:
-    """Return the name, the source and the base model's name of an adapter's option.
+    """Return the name, the source and the base model's name that an adapter's option gives.
 
     Args:
-        parents: names of base models, by the texts that may name them; these texts may contain
+        parents: names of base models, by the texts that may stand for them; these texts may contain
             equal signs.
-        first: the parent if no base model is given and only one exists.
+        first: the base model's name if the option gives none and there is only one base model.
     """
     name, _, rest = entry.partition("=")
     for model in sorted(parents, key=len, reverse=True):
@@ -87,11 +89,11 @@ def _divide_adapter(
 
 
 def read_digest(root: str, source: str) -> AdapterDigest:
-    """Return the digest of an adapter from its files; raises ConfigError.
+    """Compute the digest of an adapter from its files; raises ConfigError.
 
     Args:
-        root: ``--adapter-root``; empty: there are no folders.
-        source: see `find_named`.
+        root: ``--adapter-root``; empty: folders are not allowed.
+        source: the adapter's folder, package or hub id; see `find_named`.
     """
     try:
         return adapter_digest(find_named(Path(root) if root else None, source))
@@ -105,7 +107,7 @@ def _of_one(base: BaseModel, names: Sequence[str], aliases: str) -> dict[str, Ba
 
 
 def _of_several(bases: Sequence[BaseModel], entries: Sequence[str]) -> dict[str, BaseModel]:
-    """Return base models by served name, in the order of the base models."""
+    """Return the base model of each served name, in the order of the base models."""
     found: dict[str, BaseModel] = {}
     for entry in filter(None, entries):
         name, base = _divide(entry, bases)
@@ -121,7 +123,7 @@ def _of_several(bases: Sequence[BaseModel], entries: Sequence[str]) -> dict[str,
 
 
 def _divide(entry: str, bases: Sequence[BaseModel]) -> tuple[str, BaseModel]:
-    """Return name and base model of ``NAME=MODEL``; both may contain equal signs."""
+    """Divide ``NAME=MODEL`` into the name and the base model; both may contain equal signs."""
     for base in bases:
         name = entry.removesuffix(f"={base.model}")
         if name not in ("", entry):

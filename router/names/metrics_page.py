@@ -18,10 +18,11 @@ LABEL = "base_model"
 
 
 class MetricsPage:
-    """Make the metrics page of one router.
+    """Makes the metrics page of one router.
 
     Args:
-        by_model: metrics of each base model, by its name; the first also have the router's own.
+        by_model: metrics of each base model, by its name; the first base model's metrics include
+            those of the router itself.
     """
 
     def __init__(self, by_model: Mapping[str, RouterMetrics]) -> None:
@@ -39,7 +40,7 @@ class MetricsPage:
 
 
 class _LabelledMetrics(Collector):
-    """Collect the metrics of several base models, and label each sample with its base model."""
+    """Collects the metrics of several base models; labels each sample with its base model."""
 
     def __init__(self, by_model: Mapping[str, RouterMetrics]) -> None:
         self._by_model = by_model

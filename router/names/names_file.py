@@ -26,22 +26,22 @@ from router.names.base_model import BaseModel
 from router.names.defaults import read_name_defaults
 from router.names.served_name import ServedName
 
-_PINS = "pins_adapter"  # true or false; all other keys have texts
+_PINS = "pins_adapter"  # the only key whose value is true or false; all others have texts
 _KEYS = ("model", "adapter", "adapter_source", "request_defaults", "chat_template", _PINS)
 
 
 class NamesFile:
-    """One file of names.
+    """The file that keeps a router's names.
 
     Args:
-        path: the file; if missing, the first change of a name creates it.
+        path: the file; if it does not exist, the first change of a name creates it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, bases: Sequence[BaseModel]) -> list[ServedName]:
-        """Return the names in the file; empty if it does not exist yet.
+        """Return what each name in the file stands for; empty if the file does not exist yet.
 
         Args:
             bases: the router's base models. A table without ``model`` means the first one.
@@ -61,7 +61,7 @@ class NamesFile:
         return [self._read_name(name, table, bases) for name, table in tables.items()]
 
     def write(self, names: Iterable[ServedName]) -> None:
-        """Replace the whole file by these names; raises ConfigError."""
+        """Replace the file's whole content by these names; raises ConfigError."""
         text = "\n".join(_table_of(one) for one in names)
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
@@ -119,5 +119,5 @@ def _table_of(one: ServedName) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text in TOML's quotes, which differ from JSON's in one character."""
+    """Return a text as a TOML string; JSON's quoting differs in one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""ServedName: the base model, adapter and defaults of one name, as plain values."""
+"""ServedName: what one name stands for: a base model, an adapter and request defaults."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from router.names.base_model import BaseModel
 from router.names.defaults import NO_DEFAULTS, NameDefaults
 
 MAX_NAME_CHARS = 256
-# Maximum number of characters; limited because a worker gets the template with each conversation
+# Maximum number of characters of a chat template. The number is limited, because a worker process
+# gets the template with each conversation.
 MAX_TEMPLATE_CHARS = 2**16
 MAX_SOURCE_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedName:
-    """A served name and its meaning; raises ConfigError naming the field.
+    """A served name and what it stands for; a wrong value raises ConfigError naming the field.
 
     Attributes:
         base: base model whose nodes compute the requests.
-        adapter: digest of the adapter's bytes, 64 hex characters; empty: none.
+        adapter: digest of the adapter's files, 64 hex characters; empty: no adapter.
         adapter_source: where nodes find the adapter: a path below ``--adapter-root``, a package or
             a hub id; empty: unknown.
-        pins_adapter: whether the adapter keeps its slot on nodes when others need one.
-        defaults: values for requests that leave a field out.
-        chat_template: text of a Jinja template; empty: the base model's.
+        pins_adapter: whether nodes keep the adapter in memory when other adapters need its slot.
+        defaults: values for fields that requests leave out.
+        chat_template: text of a Jinja template; empty: the base model's template is used.
     """
 
     name: str

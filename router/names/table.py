@@ -2,10 +2,11 @@
 
 A request looks its name up once.
 
-    a request arrives -> its name is looked up -> it carries the found values, never the name
+    a request arrives -> its name is looked up -> it keeps the values found, and not the name
     an operator switches a name -> a new table replaces the old one
 
-So a switch is atomic, and running requests keep the values with which they began.
+So a switch takes effect at once for all new requests, and running requests keep the values with
+which they began.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from router.names.served_name import ServedName
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 4096
-MAX_SHOWN_CHARS = 100  # maximum number of characters quoted of a name in errors
+MAX_SHOWN_CHARS = 100  # maximum number of characters of a name that errors quote
 _MAX_SHOWN_NAMES = 8
 
 
 class NameTable:
-    """The names of one router, on its event loop.
+    """The served names of one router, on its event loop.
 
     Args:
         bases: the router's base models, at least one.
-        names: names of the base models, at least one; the first one is the default name.
-        file: keeps changes after the router's end; None: changes are lost then.
+        names: what each name stands for, at least one; the first name is the default name.
+        file: keeps changed names for the router's next start; None: changes are lost then.
 
     Attributes:
         bases: the router's base models.
@@ -61,25 +62,25 @@ class NameTable:
 
     @property
     def names(self) -> Sequence[str]:
-        """All names, the default one first."""
+        """All served names, the default name first."""
         return tuple(self._served)
 
     @property
     def served(self) -> Sequence[ServedName]:
-        """Entries of all names, the default name first."""
+        """Meaning of each model name, the default name first."""
         return tuple(self._served.values())
 
     def served_to(self, principal: Principal) -> Sequence[ServedName]:
-        """Return the entries whose names a caller may use."""
+        """Return what each name that a caller may use stands for."""
         return [one for one in self._served.values() if _may_use(principal, one.name)]
 
     # ------------------------------------------------------------------ for requests
 
     def resolve(self, name: str | None, principal: Principal) -> ServedName:
-        """Return the entry that a request's name has now.
+        """Return what a request's model name stands for now.
 
         Args:
-            name: None: the first name that the caller may use.
+            name: the name; None: the first name that the caller may use.
 
         Raises:
             NotFoundError: there is no such name.
@@ -91,23 +92,24 @@ class NameTable:
             raise NotFoundError(self._unknown(name or "", principal))
         if not _may_use(principal, served.name):
             raise PermissionDeniedError(f"model: {principal.name} may not use {served.name!r}")
-        if len(self.bases) > 1:  # a router with one base model lets requests wait for nodes
+        if len(self.bases) > 1:  # with a single base model, requests wait for its nodes instead
             served.base.check_nodes()
         if served.adapter:
             served.base.check_adapter(served.adapter)
         return served
 
     def find(self, name: str) -> ServedName:
-        """Return the entry of a name; raises NotFoundError."""
+        """Return what a name stands for; raises NotFoundError."""
         if name not in self._served:
             raise NotFoundError(self._unknown(name, Principal()))
         return self._served[name]
 
     def find_base(self, name: str) -> BaseModel:
-        """Return the base model with this text in ``--model``, or else the base model of this name.
+        """Return the base model that an operator names, by ``--model`` or by a served name.
 
         Args:
-            name: empty: the first base model.
+            name: the base model's text in ``--model``, or a name for it; empty: the first base
+                model.
 
         Raises NotFoundError.
         """
@@ -119,7 +121,10 @@ class NameTable:
         return self.find(name).base
 
     def own_names(self) -> Mapping[BaseModel, str]:
-        """Return the first name of each base model that has no adapter, or else its ``--model``."""
+        """Return each base model's first name that has no adapter.
+
+        A base model without such a name has its text in ``--model``.
+        """
         found = {base: base.model for base in self.bases}
         for one in reversed(self.served):
             if not one.adapter:
@@ -127,12 +132,12 @@ class NameTable:
         return found
 
     def find_adapter(self, name: str) -> str:
-        """Return the adapter of a name; empty: no adapter, or an unknown name."""
+        """Return the digest of a name's adapter; empty: no adapter, or an unknown name."""
         served = self._served.get(name)
         return "" if served is None else served.adapter
 
     def _first(self, principal: Principal) -> ServedName:
-        """Return the first name that a caller may use; if there is none, the first name of all."""
+        """Return the first name that a caller may use; if there is none, the default name."""
         usable = (one for one in self._served.values() if _may_use(principal, one.name))
         return next(usable, next(iter(self._served.values())))
 
@@ -146,7 +151,7 @@ class NameTable:
     # ------------------------------------------------------------------ for operators
 
     async def set_name(self, served: ServedName) -> None:
-        """Map a name to these values from now on; running requests keep their values.
+        """Make a name stand for these values from now on; running requests keep their values.
 
         Raises InvalidRequestError if there are too many names, or the file cannot be written.
         """
@@ -159,7 +164,7 @@ class NameTable:
         )
 
     async def remove(self, name: str) -> None:
-        """Remove a name; its running requests go on.
+        """Remove a name; its running requests continue.
 
         Raises:
             NotFoundError: there is no such name.
@@ -177,10 +182,10 @@ class NameTable:
         logger.info("name %s: removed", name)
 
     async def _change(self, make: Callable[[], Mapping[str, ServedName]]) -> None:
-        """Replace the table by the result of `make`, completely even if the caller is cancelled.
+        """Replace the table by the result of `make`, even if the caller is cancelled meanwhile.
 
-        A cancelled change would release the lock while it is still writing. The cancelled change
-        could then overwrite the next change's file, which would differ from the table.
+        Otherwise a cancelled change would release the lock while it still writes the file. It could
+        then overwrite the next change's file, and the file would differ from the table.
         """
         change = asyncio.create_task(self._replace(make))
         self._changes.add(change)
@@ -201,7 +206,7 @@ class NameTable:
             self._tell_sources()
 
     def _tell_sources(self) -> None:
-        """Tell each base model's pool where the files of named adapters are."""
+        """Tell each base model's pool where the adapters that have names are found."""
         for base in self.bases:
             sources: dict[str, AdapterSource] = {}
             for one in self._served.values():

@@ -1,4 +1,4 @@
-"""Routing policies by name. A new policy is a file here and a line below."""
+"""Routing policies by name. A new policy is a file in this package and a line below."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """RoutingPolicy: picks a request's nodes. A policy is one file and one registry line.
 
-Policies see this file's types, `Fleet` and `NodeLoad`. Nodes' values change at any time; policies
-only read them.
+Policies see the types in this file, `Fleet` and `NodeLoad`. The values of nodes change at any time;
+policies only read them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ def _nothing_cached() -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteQuery:
-    """Facts about a request before it is placed.
+    """Facts about a request that a policy must place.
 
     Attributes:
-        num_prompt_tokens: tokens to compute first: the prompt, and output of earlier attempts.
+        num_prompt_tokens: number of tokens of the prompt and of earlier attempts' output, which
+            must be computed before the next token.
         max_tokens: maximum number of output tokens that may follow.
-        session_id: requests of one session share a prefix; empty: no session.
+        session_id: requests with the same session id share a prefix; empty: no session.
         timeout_s: seconds until the request's deadline.
         leaves_room: whether to avoid nodes with queued work, so that other tenants find room.
-        num_waiting: requests that wait at the router for room on the nodes.
-        now: current time, by `time.monotonic`; 0: ignore elapsed times.
+        num_waiting: number of requests that wait at the gate for room on the nodes.
+        now: current time, by the clock of the nodes' loads; 0: ignore elapsed times.
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
-            id, without nodes that have cached nothing. Called only if needed.
-        adapter_load_s: seconds that a node needs to load the request's adapter, by engine id of
-            nodes that lack it.
+            id; nodes that have cached nothing are left out. Called only if needed.
+        adapter_load_s: seconds that each node without the request's adapter needs to load it, by
+            engine id.
     """
 
     num_prompt_tokens: int
@@ -49,13 +50,13 @@ class RouteQuery:
 
 
 class Candidate(NamedTuple):
-    """A place that a policy considered, with its cost, to show to operators.
+    """A pair of nodes, or a single node, that a policy considered, with its cost, for operators.
 
     Attributes:
-        prefill: node name; empty: the decode node computes the prompt.
-        cost: cost of the place in the policy's own unit; lower is better.
+        prefill: name of the prefill node; empty: the decode node computes the prompt.
+        cost: cost in the policy's own unit; the lowest wins.
         terms: parts of the cost, by name.
-        assumed: names of nodes whose speed has not been measured yet.
+        assumed: names of the nodes whose speed has not been measured yet.
     """
 
     prefill: str
@@ -71,9 +72,10 @@ class Placement:
 
     Attributes:
         prefill: the prefill node; None: the decode node computes the prompt.
-        num_cached_tokens: prompt tokens believed to be cached on the node that computes the prompt.
-        is_probe: whether a more expensive node was chosen to measure it.
-        explain: returns the best places considered at that time, the chosen one first.
+        num_cached_tokens: number of prompt tokens that the node that computes the prompt probably
+            has in its cache.
+        is_probe: whether a more expensive node was chosen in order to measure it.
+        explain: returns the best candidates of this choice, the chosen one first.
     """
 
     prefill: NodeLoad | None
@@ -87,7 +89,7 @@ class RoutingPolicy(Protocol):
     """Picks nodes for requests. Runs on the router's event loop, so it must not wait."""
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
-        """Return nodes of ``fleet`` that reach each other, or None if none do.
+        """Return a pair of connected nodes of ``fleet``, or a node alone; None if there is none.
 
-        Equal calls give equal answers, in whatever order the nodes joined.
+        The choice must not depend on the order in which the nodes joined.
         """

@@ -5,9 +5,9 @@
     decode node       this request's steps, and how much longer all other requests' steps get
     or local on D     wait for its queue + tokens not cached on D + pause of all that decode there
 
-`Cost` bounds the cost of all pairs without listing them: each node is rated alone, and pairs of the
-best nodes are tried until no other pair can be better. docs/routing.md has the formula and an
-example.
+D is the decode node. `Cost` does not list all pairs: it computes the least cost of each node alone,
+and tries pairs of the best nodes until no other pair can be better. docs/routing.md has the formula
+and an example.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from router.policies.cost_terms import (
 )
 from router.policies.probes import find_probe
 
-# Estimates are too inexact to decide between costs that differ by less than this many seconds. Of
+# Costs that differ by less than this many seconds count as equal, because estimates are inexact. Of
 # nearly equal nodes, the node that was sent the fewest tokens so far wins, so that all caches get
 # used.
-PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest prefill cost
+PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest cost of a prefill node
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
-# Maximum number of nodes of each role, most pairs, and most cache hits that a search considers.
+# Maximum number of nodes of each role, of pairs, and of nodes with the longest cache hits that a
+# search considers.
 MAX_NODES, MAX_PAIRS, MAX_HITS = 16, 64, 4
 NUM_EXPLAINED = 8
 
 
 class Cost:
-    """Pick the place with the lowest cost; explanations give costs in milliseconds."""
+    """Picks the pair of nodes, or the decode node alone, with the lowest cost."""
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
         search = _Search(query, fleet)
         places = search.places()
         if not places:
             return None
-        # The first of equal places wins. Explanations stay in memory for a while, so few places
-        # are kept.
+        # The first of equally cheap places wins. Only a few places are kept, because explanations
+        # stay in memory for a while.
         shown = heapq.nsmallest(NUM_EXPLAINED, places, key=lambda place: place.cost_s)
         probe = find_probe(search.terms, shown[0])
         if probe is not None:
@@ -70,7 +71,7 @@ class Cost:
         return Placement(best.prefill.node, decode, num_cached, probe is not None, explain)
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> list[Candidate]:
-        """Return every place for a request, best first. Takes O(pairs): for operators only."""
+        """Return every place for a request, best first; slow, so only for operators."""
         places = _Search(query, fleet).all_places()
         return [place.candidate() for place in sorted(places, key=lambda place: place.cost_s)]
 
@@ -79,7 +80,7 @@ class _Search:
     """The search for the best places of one request in a fleet.
 
     Attributes:
-        terms: the request's numbers that do not depend on the place.
+        terms: what the costs of all places need to know about the request.
     """
 
     def __init__(self, query: RouteQuery, fleet: Fleet) -> None:
@@ -92,10 +93,10 @@ class _Search:
         )
 
     def places(self) -> list[Place]:
-        """Return the best place, and all places that were considered with it.
+        """Return the places that were considered, which include the best one.
 
-        A pair costs at least the sum of its nodes' costs and the link's latency. Pairs whose bound
-        is not well below the best cost so far are skipped.
+        A pair costs at least the sum of its nodes' own costs and the link's latency. Pairs for
+        which this bound is not well below the lowest cost so far are skipped.
         """
         places: list[Place] = []
         best_s = float("inf")
@@ -109,7 +110,7 @@ class _Search:
         return places
 
     def all_places(self) -> list[Place]:
-        """Return every pair, and every decode node that may compute the prompt itself."""
+        """Return the places of all pairs, and of all decode nodes that may work alone."""
         fleet, terms = self._fleet, self.terms
         pairs = [
             pair_place(terms, prefill_terms(terms, prefill), decode_terms(terms, decode))
@@ -124,7 +125,10 @@ class _Search:
     # ------------------------------------------------------------------ pairs
 
     def _pairs_best_first(self) -> Iterator[tuple[float, int, int]]:
-        """Yield (lower bound, prefill index, decode index) of connected pairs, best bound first."""
+        """Yield connected pairs as (lower bound of the cost, prefill index, decode index).
+
+        Pairs with the lowest bounds come first.
+        """
         fleet = self._fleet
         if not fleet.prefills:
             return
@@ -148,7 +152,7 @@ class _Search:
     def _pairs_of_some(
         self, prefills: list[tuple[float, int, int]]
     ) -> Iterator[tuple[float, int, int]]:
-        """Yield like `_pairs_best_first`, for a fleet with nodes that cannot reach each other."""
+        """Yield as `_pairs_best_first` does, for a fleet in which some nodes are not connected."""
         fleet, costs_s = self._fleet, self._decode_costs_s
         pairs: list[tuple[float, int, int, int]] = []
         for cost_s, _, i in prefills:
@@ -161,22 +165,27 @@ class _Search:
             yield floor_s, i, j
 
     def _pair(self, i: int, j: int, floor_s: float) -> Place:
-        """Make a pair's place; ``floor_s`` replaces the sum of both nodes' own costs."""
+        """Make the place of a pair of nodes.
+
+        Args:
+            floor_s: replaces the sum of the nodes' own costs in the pair's cost.
+        """
         fleet, terms = self._fleet, self.terms
         place = pair_place(
             terms, prefill_terms(terms, fleet.prefills[i]), decode_terms(terms, fleet.decodes[j])
         )
         own_s = self._prefill_costs_s[i] + self._decode_costs_s[j] + LINK_LATENCY_S
-        place.cost_s -= own_s - floor_s  # nearly equal nodes count as equal
+        place.cost_s -= own_s - floor_s  # so that nearly equal nodes have equal costs
         return place
 
     # ------------------------------------------------------------------ local on D
 
     def _locals(self, best_pair_s: float) -> list[Place]:
-        """Return the cheapest decode nodes and those with the longest hits, to work alone."""
+        """Return places of decode nodes alone: the cheapest, and those with the longest hits."""
         fleet, terms = self._fleet, self.terms
         costs_s = self._decode_costs_s
-        if len(costs_s) != len(fleet.self_prefilling):  # no prefill node reaches some of them
+        # Some of these nodes are connected to no prefill node
+        if len(costs_s) != len(fleet.self_prefilling):
             costs_s = decode_costs(
                 terms, fleet.self_prefilling, fleet.self_prefilling_places, float("inf")
             )
@@ -194,11 +203,11 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Return the places, without winning local places that would miss a deadline.
+        """Leave out decode nodes alone that would win but make a request miss its deadline.
 
-        For a tenant at its fair share, decode nodes with queued prompts are left out too: the
-        request was admitted because prefill nodes have room, and other tenants would wait behind
-        it.
+        If the request's tenant must leave room to others, decode nodes alone with queued prompts
+        are left out, too: the request was admitted because prefill nodes have room, and other
+        tenants would wait behind it.
         """
         if best_pair_s == float("inf"):
             return places
@@ -214,9 +223,9 @@ class _Search:
 def _shortlist(
     costs_s: Sequence[float], nodes: Sequence[NodeLoad], near_s: float
 ) -> list[tuple[float, int, int]]:
-    """Return (cost, tokens placed there, index) of the best nodes, best first.
+    """Return (cost, tokens placed on the node, index) of the best nodes, best first.
 
-    The lowest cost replaces all costs near the lowest cost.
+    A cost near the lowest cost is replaced by the lowest cost.
     """
     best_s = min(costs_s)
     near_s += best_s

@@ -1,6 +1,6 @@
-"""Terms of `Cost`: a request's seconds on a node, between two nodes, and local on D.
+"""Terms of `Cost`: a request's seconds on a node, between two nodes, and on a decode node alone.
 
-The functions turn nodes' numbers into costs; they choose nothing.
+The functions turn nodes' values into costs; they choose nothing. D is the decode node.
 """
 
 from __future__ import annotations
@@ -13,38 +13,39 @@ from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
 from router.policies.base import Candidate, RouteQuery
 
-# Seconds from the last byte sent until the KV is used: the time of one message.
+# Seconds from the last byte of KV that is sent until the KV can be used: the time of one message.
 LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
-# A transfer overlaps with computing, except its last part: the last layer group of a chunk of this
-# many tokens.
+# Sending KV overlaps with computing, except for the last layer group of the last chunk, which has
+# at most this many tokens.
 LAST_CHUNK_TOKENS = 2048
-# Weight of a second of slower decoding: spread over many tokens, it counts less than a second
-# before token 1.
+# Weight of a second of slower decoding, which counts less than a second before token 1, because it
+# is spread over many tokens.
 DECODE_WEIGHT = 0.5
-# A prompt delays all prompts that come before its node is idle again. If it finds q prompts
-# queued, about q more arrive while it is computed (Little's law, random arrivals). Those delay
-# others: in all q / (1 - utilization), with an assumed utilization of one half.
+# A prompt delays all prompts that arrive before its node is idle again. If q prompts are queued,
+# about q more arrive while this prompt is computed (Little's law, random arrivals). These in turn
+# delay others: in all q / (1 - utilization), with an assumed utilization of one half.
 BUSY_FACTOR = 2.0
-# Computing a prompt on D must be faster by this margin, because the next prompt waits for it. On an
-# idle D the margin shrinks with the share of the prompt that D lacks: a conversation with a short
-# new part stays where its KV is, and no prefill node computes that KV again.
+# Computing a prompt on D must be cheaper by this margin, because the next prompt waits for it. If D
+# is idle, the margin shrinks with the share of the prompt that D must compute: a conversation with
+# a short new part stays where its KV is, and no prefill node computes that KV again.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
-    """The numbers of a request that do not depend on its place.
+    """Facts about a request that the costs of all places need.
 
     Attributes:
-        cached: prompt tokens cached on nodes, by engine id.
-        num_steps: expected decode steps.
-        most_steps: decode steps that few requests exceed.
+        cached: number of prompt tokens that a node has in its cache, by engine id.
+        num_steps: expected number of decode steps.
+        most_steps: number of decode steps that few requests exceed.
         timeout_s: seconds until the request's deadline.
         leaves_room: whether to avoid decode nodes with queued prompts.
-        num_behind: prompts that this one will delay on any prefill node; see BUSY_FACTOR.
-        kv_bytes_per_token: KV size of a token over all layers; 0: unknown.
-        adapter_load_s: seconds to load the request's adapter, by engine id of nodes that lack it.
+        num_behind: number of prompts that this one will delay on any prefill node; see BUSY_FACTOR.
+        kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
+        adapter_load_s: seconds that each node without the request's adapter needs to load it, by
+            engine id.
     """
 
     fleet: Fleet
@@ -85,7 +86,7 @@ class CostTerms:
         )
 
     def num_missing(self, node: NodeLoad) -> int:
-        """Return the prompt tokens that a node must compute; at least the last, for sampling."""
+        """Return how many prompt tokens a node must compute: at least the last, for sampling."""
         if not self.cached:
             return self.num_tokens
         return max(self.num_tokens - self.cached.get(node.engine_id, 0), 1)
@@ -95,7 +96,7 @@ class CostTerms:
         return self.adapter_load_s.get(node.engine_id, 0.0)
 
     def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
-        """Return the transfer time that no computing hides: the last chunk's last layer group."""
+        """Return the seconds to send the last chunk's last layer group, after all is computed."""
         num_bytes = min(num_missing, LAST_CHUNK_TOKENS) * self.kv_bytes_per_token
         return num_bytes / NUM_LAYER_GROUPS / bytes_per_s
 
@@ -105,9 +106,12 @@ class PrefillTerms:
     """A request's costs on a prefill node, in seconds.
 
     Attributes:
+        num_missing: number of prompt tokens that the node must compute.
+        wait_s: wait until the node begins to compute the prompt.
+        compute_s: time to compute the prompt.
         damage_s: sum of the delays of all prompts that will wait for this one.
-        total_s: time until the prompt is computed; a low weight of the node makes this larger than
-            the sum of wait and computation.
+        total_s: time until the prompt is computed, increased for a node with a low weight.
+        is_measured: whether the node's speed was measured.
     """
 
     node: NodeLoad
@@ -125,9 +129,9 @@ class DecodeTerms:
 
     Attributes:
         room_s: wait until the node has room for the prompt's KV.
-        stall_s: seconds to compute the prompts queued on the node.
-        steps_s: weighted time of the request's decode steps.
-        damage_s: weighted cost to all other requests together.
+        stall_s: time to compute the prompts queued on the node.
+        steps_s: time of the request's decode steps, times `DECODE_WEIGHT`.
+        damage_s: delay of all other requests together, times `DECODE_WEIGHT`.
     """
 
     node: NodeLoad
@@ -141,7 +145,7 @@ class DecodeTerms:
 
 @dataclass(slots=True)
 class Place:
-    """A pair of nodes, or a decode node alone, with its cost and the terms of the cost by name."""
+    """A pair of nodes, or a decode node alone, with its cost and the parts of the cost by name."""
 
     cost_s: float
     prefill: PrefillTerms | None
@@ -149,7 +153,7 @@ class Place:
     terms_s: dict[str, float]
 
     def candidate(self) -> Candidate:
-        """Return the place for operators, with costs in milliseconds."""
+        """Return the place in the form for operators, with costs in milliseconds."""
         terms = {name: 1e3 * seconds for name, seconds in self.terms_s.items()}
         prefill = self.prefill.node.node_name if self.prefill else ""
         decode = self.decode.node.node_name
@@ -162,7 +166,10 @@ class Place:
 
 
 def prefill_costs(terms: CostTerms) -> list[float]:
-    """Return each prefill node's seconds for its queue and this prompt; see `prefill_terms`."""
+    """Return each prefill node's cost in seconds: its queue, this prompt, and delays of others.
+
+    The formula is that of `prefill_terms`, for all nodes at once.
+    """
     nodes = terms.fleet.prefills
     now, num_tokens = terms.now, terms.num_tokens
     num_behind = terms.num_behind
@@ -194,11 +201,11 @@ def prefill_costs(terms: CostTerms) -> list[float]:
 def decode_costs(
     terms: CostTerms, nodes: Sequence[NodeLoad], places: Mapping[str, int], slowest_s: float
 ) -> list[float]:
-    """Return, for each decode node, the least cost that it adds to a pair.
+    """Return each decode node's least contribution to the cost of a pair, in seconds.
 
     Args:
-        places: indexes in ``nodes``, by engine id.
-        slowest_s: longest time of any prefill; waits for KV room are hidden until then.
+        places: index of each node in ``nodes``, by engine id.
+        slowest_s: longest time of any prefill; a wait for KV room costs nothing until then.
     """
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     num_tokens = terms.num_tokens
@@ -216,7 +223,7 @@ def decode_costs(
     ]
     for engine_id, num_cached in terms.cached.items():
         if num_tokens - num_cached >= LAST_CHUNK_TOKENS:
-            continue  # the last chunk is always transferred
+            continue  # the last chunk is computed elsewhere and sent in full in any case
         place = places.get(engine_id)
         if place is not None:
             num_missing = max(num_tokens - num_cached, 1)
@@ -226,9 +233,10 @@ def decode_costs(
 
 
 def _add_loads(terms: CostTerms, costs_s: list[float], places: Mapping[str, int]) -> None:
-    """Add to each node's cost the least by which loading the adapter raises a pair's cost.
+    """Add half of the time to load the adapter to the cost of each node without it.
 
-    Both nodes load at the same time, so a pair waits for the slower one: at least half the sum.
+    Both nodes of a pair load at the same time, so the pair waits for the slower node: at least half
+    of the sum.
     """
     for engine_id, load_s in terms.adapter_load_s.items():
         place = places.get(engine_id)
@@ -240,12 +248,13 @@ def _add_loads(terms: CostTerms, costs_s: list[float], places: Mapping[str, int]
 
 
 def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
-    """Return a request's costs on one prefill node."""
+    """Return what a request costs on one prefill node."""
     num_missing = terms.num_missing(node)
     compute_s = node.prefill.base + node.prefill.per_unit * num_missing
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
     total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
-    # The node's base is included, because measurements show base + tokens better than either alone.
+    # The delay includes the fixed time of a prompt (``base``), because measurements show that this
+    # predicts better.
     damage_s = terms.num_behind * compute_s
     is_measured = node.prefill.is_known
     wait_s = total_s - compute_s
@@ -253,7 +262,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
 
 
 def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
-    """Return a request's costs on one decode node."""
+    """Return what a request costs on one decode node."""
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     more_s = node.step.per_unit * units
     return DecodeTerms(
@@ -268,11 +277,11 @@ def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
 
 
 def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> Place:
-    """Return the place of a pair: one node computes the prompt, another decodes."""
+    """Return the place of a pair: the prefill node computes the prompt, the decode node decodes."""
     bytes_per_s = terms.fleet.bandwidth(prefill.node, decode.node) or DEFAULT_BYTES_PER_S
     s_per_token = terms.kv_bytes_per_token / bytes_per_s
-    # The link works while the prefill node computes, so only the excess time counts. Tokens
-    # queued on the node before this prompt also come first on the link.
+    # KV is sent while the prefill node computes, so only the time beyond counts. The KV of prompts
+    # that were queued before this one is sent first.
     sent_s = (prefill.node.num_open_tokens + decode.num_missing) * s_per_token
     arrived_s = max(sent_s, decode.room_s + decode.num_missing * s_per_token)
     tail_s = terms.tail_s(decode.num_missing, bytes_per_s)
@@ -292,10 +301,13 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
 
 
 def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
-    """Return the place where D computes the prompt in chunks, while others decode between chunks.
+    """Return the place of D alone, which computes the prompt in chunks between decode steps.
 
-    Each other request waits while D computes the prompt. The prompt waits for the other requests'
-    decode steps.
+    Each other request waits while D computes the prompt, and the prompt waits for the other
+    requests' decode steps.
+
+    Args:
+        best_pair_s: cost of the best pair; inf: there is no pair, so D needs no margin.
     """
     node = decode.node
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
@@ -320,7 +332,7 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
 def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
     """Return whether all requests on D keep their deadlines if D computes the prompt.
 
-    Takes O(requests there), so do not call it for every node.
+    Takes time proportional to the requests on D, so it must not be called for every node.
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
     own_terms = ("local_queue_ms", "adapter_load_ms", "prefill_ms", "beside_ms")
@@ -330,9 +342,9 @@ def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
 
 
 def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
-    """Return the wait until a decode node has KV room and a place in its batch.
+    """Return the seconds until a decode node has KV room for a prompt and a place in its batch.
 
-    By Little's law, all present requests leave within a request's mean residence time.
+    By Little's law, all present requests leave within the mean time that a request decodes.
     """
     if num_tokens <= node.num_room_tokens:
         return 0.0
@@ -341,7 +353,7 @@ def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     if num_lacking > 0:
         num_held = max(node.num_blocks * node.block_size - node.num_free_tokens, 1)
         wait_s = residence_s * num_lacking / num_held
-    if beat.num_waiting:  # requests have their KV and wait for a place in the batch
+    if beat.num_waiting:  # requests whose KV has arrived wait for a place in the batch
         ahead = (beat.num_waiting + 1) / max(beat.num_running, 1)
         wait_s = max(wait_s, residence_s * ahead)
     return wait_s

@@ -1,4 +1,4 @@
-"""LeastTokens: picks the nodes with the fewest queued tokens."""
+"""LeastTokens: picks the nodes with the fewest tokens of open requests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from router.policies.base import Placement, RouteQuery
 
 
 class LeastTokens:
-    """Pick the prefill node with the fewest open prompt tokens, then the least loaded decode node.
+    """Picks the prefill node with the fewest open prompt tokens, then the least loaded decode node.
 
-    The prefill queue decides the time to first token, so it counts first. Ties go to the node
-    with fewer requests, then by name.
+    The prefill node is chosen first, because its queue decides the time to first token. Of equally
+    loaded nodes, the node with fewer requests is picked, then the first by name.
     """
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
@@ -24,5 +24,8 @@ class LeastTokens:
 
 
 def load_with(node: NodeLoad, num_tokens: int) -> tuple[float, int]:
-    """Return a sort key: open tokens plus this number, over the weight; then open requests."""
+    """Return a sort key of a node's load with ``num_tokens`` more tokens.
+
+    The key is open tokens divided by the node's weight, then open requests.
+    """
     return (node.num_open_tokens + num_tokens) / node.weight, node.num_open_requests

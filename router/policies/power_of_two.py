@@ -12,9 +12,9 @@ from router.policies.least_tokens import load_with
 
 
 class PowerOfTwo:
-    """Pick the less loaded of two random nodes: nearly as even as the best of all nodes.
+    """Picks the less loaded of two random nodes, which balances nearly as well as the best of all.
 
-    Several routers with equal knowledge do not all pick one node.
+    Several routers that know the same loads do not all pick the same node.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001.
 

@@ -9,7 +9,7 @@ from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Placement, RouteQuery
 from router.policies.least_tokens import load_with
 
-# A node is too busy if it exceeds the mean load by this factor and by this many tokens.
+# A node is too busy if its load exceeds the mean load both by this factor and by this many tokens.
 MAX_LOAD_FACTOR = 1.5
 MIN_EXCESS_TOKENS = 4096
 
@@ -17,8 +17,8 @@ MIN_EXCESS_TOKENS = 4096
 class PrefixAware:
     """Picks the node with the longest prefix hit among those that are not too busy.
 
-    Of equal hits, and without a hit, the node with the fewest open tokens is picked. A busy node
-    only loses requests that its own cache would have served; hits on other nodes still count.
+    Of nodes with equal hits, and if no node has a hit, the node with the fewest open tokens is
+    picked.
     """
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:

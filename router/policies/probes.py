@@ -1,11 +1,12 @@
 """Probes: sometimes pick a more expensive node in order to measure it again.
 
-A node that looks slow gets no prompts, so nothing corrects its estimate, which may stem from one
-bad prompt or a busy machine. So a node that had no prompt for a long time gets one prompt that is
-cheap there. The longer ago its last prompt, the more the probe may cost.
+A node that looks slow gets no prompts, so nothing corrects the estimate of its speed, which may
+stem from one bad prompt or a busy machine. So a node that had no prompt for a long time gets one
+prompt that is cheap there. The longer ago its last prompt, the more the probe may cost.
 
-A node that looks about as fast as the chosen one needs no probe: caches keep prompts away from it,
-not its estimate. A probe would also compute the next prompt of a conversation again.
+A node that looks about as fast as the chosen node needs no probe: if it gets no prompts, other
+nodes' caches are the reason, and not its estimate. A probe would also compute prompts anew that are
+in a cache.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ from router.policies.cost_terms import (
 )
 
 PROBE_AFTER_S = 30.0
-# Limit of a probe's extra cost, as a share of the time since the node's last prompt. This limits
-# the time lost to probes of one node.
+# A probe's cost may exceed the cost of the best place by at most this share of the time since the
+# node's last prompt. This limits the time that probes of one node take.
 PROBE_SHARE = 0.01
 MOST_EXTRA_S = 1.0
-DEADLINE_SHARE = 0.1  # maximum extra cost, as a share of the time until the request's deadline
-MAX_LOOKED_AT = 4  # maximum number of nodes of each role that a request considers
-# Relative error of estimates: only a node that looks slower by more than this needs a probe.
+# The excess must also be at most this share of the time until the request's deadline.
+DEADLINE_SHARE = 0.1
+MAX_LOOKED_AT = 4  # maximum number of nodes of each role that are looked at per request
+# Only a node that looks slower than the chosen node by at least this factor needs a probe; less is
+# the error of estimates.
 LEAST_SLOWNESS = 1.25
 
 
 def find_probe(terms: CostTerms, best: Place) -> Place | None:
-    """Return the cheapest place that is due for a probe and worse than ``best``, or None.
+    """Return the cheapest place that is due for a probe and costs more than ``best``, or None.
 
     A place is due if its node got no prompt for long and looks slower than the node of ``best``.
 
     Args:
-        best: place to use without a probe.
+        best: the place that is used if there is no probe.
     """
     if not terms.now or terms.leaves_room:
         return None
@@ -59,9 +62,9 @@ def find_probe(terms: CostTerms, best: Place) -> Place | None:
 
 
 def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeLoad]:
-    """Return idle nodes that had no prompt for long, from a few nodes that each request draws anew.
+    """Return idle nodes that had no prompt for long and look slower than the node of ``best``.
 
-    Leaves out nodes that look about as fast as the node that computes the prompt at ``best``.
+    If there are many nodes, each request looks at only a few, which differ between requests.
     """
     if len(nodes) > MAX_LOOKED_AT:
         first = hash(terms.now) % len(nodes)
@@ -76,7 +79,7 @@ def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeL
 
 
 def _looks_slower(terms: CostTerms, node: NodeLoad, chosen: NodeLoad) -> bool:
-    """Return whether computing a prompt's missing tokens looks slower here than on ``chosen``."""
+    """Return whether a node looks slower than ``chosen`` at computing this prompt."""
     num_missing = terms.num_missing(node)
     chosen_s = chosen.prefill.seconds(num_missing)
     return node.prefill.seconds(num_missing) >= LEAST_SLOWNESS * chosen_s

@@ -1,4 +1,4 @@
-"""RoundRobin: picks the nodes in turn."""
+"""RoundRobin: picks the nodes in turn, whatever their load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.policies.base import Placement, RouteQuery
 
 
 class RoundRobin:
-    """Pick prefill nodes in turn, and in turn the decode nodes that they reach; ties by name."""
+    """Picks prefill nodes in turn, and for each in turn the decode nodes that it reaches."""
 
     def __init__(self) -> None:
         self._prefill_turns, self._decode_turns = _Turns(), _Turns()
@@ -23,16 +23,20 @@ class RoundRobin:
 
 
 class _Turns:
-    """Counts turns per node; a node that joins or returns starts at the current count."""
+    """Counts each node's turns; a node that joins or returns starts at the current count."""
 
     def __init__(self) -> None:
         self._turns: dict[str, float] = {}  # by engine id
         self._now = 0.0
 
     def next_node(self, nodes: Sequence[NodeLoad]) -> NodeLoad:
-        """Return the next node. A turn counts double for a node of half the weight."""
+        """Return the node that had the fewest turns, the first by name if several had.
+
+        A turn counts double for a node of half the weight.
+        """
         turns = self._turns
-        if len(turns) > 2 * len(nodes) + 16:  # drop counts once most of these nodes have left
+        # Counts of nodes that left are dropped once they are the most
+        if len(turns) > 2 * len(nodes) + 16:
             ids = {node.engine_id for node in nodes}
             self._turns = turns = {key: turn for key, turn in turns.items() if key in ids}
         next_ = min(nodes, key=lambda node: max(turns.get(node.engine_id, 0.0), self._now))

@@ -1,1 +1,1 @@
-"""Work of a step beside its forward: encodings, pooled numbers, and tokens of other ranks."""
+"""What a step computes besides tokens, and the exchange of sampled tokens between ranks."""

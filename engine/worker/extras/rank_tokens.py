@@ -19,8 +19,8 @@ class RankTokens:
 
     Args:
         ranks: the ranks that share the model; the leader samples for all ranks.
-        are_sent: whether the leader sends its sampled tokens to the other ranks: needed if a step
-            may be launched before the planner knows these tokens.
+        are_sent: whether the leader sends its sampled tokens to the other ranks, as is needed if a
+            step may be launched before the planner knows these tokens.
 
     Attributes:
         leads: whether this rank samples.
@@ -31,10 +31,10 @@ class RankTokens:
         self.leads, self.is_last_stage = ranks.leads, ranks.is_last_stage
         self._everyone, self._leader = ranks.everyone, ranks.leader
         self._are_sent = are_sent and ranks.everyone.size > 1
-        self._rows_to_receive: Tensor | None = None  # rows whose sampled tokens only the leader has
+        self._rows_to_receive: Tensor | None = None  # rows whose tokens the leader must send
 
     def send(self, token_ids: Tensor) -> None:
-        """Send the leader's sampled tokens to the other ranks, if the ranks need the tokens."""
+        """Send the leader's sampled tokens to the other ranks, if ``are_sent``."""
         if self._are_sent:
             for rank in range(self._everyone.size):
                 if rank != self._leader:
@@ -52,7 +52,7 @@ class RankTokens:
             self._rows_to_receive = rows
 
     def receive(self, last_tokens: Tensor) -> None:
-        """Receive the tokens that the leader sampled last, unless they were received already.
+        """Receive the tokens that the leader sampled last, unless they are here already.
 
         Args:
             last_tokens: `[num_rows]`, the last token of each row; gets the tokens.

@@ -1,1 +1,1 @@
-"""The router's admin service: what operators may ask and change."""
+"""The router's admin service, by which operators see and change its state."""

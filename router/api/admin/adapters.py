@@ -1,6 +1,6 @@
 """AdapterAdmin: loads, pins, unloads and lists LoRA adapters for operators of one router.
 
-    load      nodes load the adapter first; then the name is switched in one step
+    load      nodes load the adapter first; then the name is switched to it in one step
     unload    the name is removed; nodes unload the adapter after its last request
 
 So a name never maps to an adapter that no node could load. A request is always answered by the
@@ -30,10 +30,11 @@ from router.names.table import NameTable
 
 logger = logging.getLogger(__name__)
 
-# Seconds after a change by which a request that looked up its name before the change is open, or
-# loads the adapter again.
+# A request looks up its name before it is counted as open. This many seconds after a change of
+# names, each request that looked up the old entry is counted, or loads the adapter again.
 GRACE_S = 1.0
-WAIT_S = 10.0  # seconds for which an operator's call waits for an adapter's requests to end
+# Seconds that an operator's call to unload an adapter waits for the adapter's requests to end
+WAIT_S = 10.0
 _LOOK_EVERY_S = 0.05
 
 
@@ -44,7 +45,8 @@ class AdapterAdmin:
         names: table of names, base models and their nodes.
 
     Attributes:
-        root: folder below which the router reads adapters' folders; empty: the router reads none.
+        root: folder that contains the adapters' folders that the router may read; empty: the
+            router reads no adapters.
     """
 
     def __init__(self, names: NameTable, root: str = "") -> None:
@@ -64,7 +66,8 @@ class AdapterAdmin:
         """Load an adapter on all nodes of a base model, and map a name to the adapter.
 
         Args:
-            name: a new name, or the name of another adapter, which running requests keep.
+            name: a new name, or a name of another adapter. Running requests of the name keep the
+                other adapter.
             source: where the nodes find the adapter; see `find_named`.
             digest: digest of the adapter; empty: read it from the router's own copy of the files.
             model: base model, or a name of it; empty: the base model of ``name``, or else the first
@@ -104,7 +107,7 @@ class AdapterAdmin:
         return admin_pb2.AdapterChange(name=name, digest=digest, previous=previous, nodes=nodes)
 
     async def pin(self, calls: NodeCalls, name: str, *, pinned: bool) -> admin_pb2.AdapterChange:
-        """Pin or unpin a name's adapter on nodes; raises NotFoundError."""
+        """Pin or unpin the adapter of a name on all nodes that have it; raises NotFoundError."""
         served = dataclasses.replace(self._named(name), pins_adapter=pinned)
         await self._names.set_name(served)
         holders = [node for node in served.base.pool.nodes if served.adapter in node.load.adapters]
@@ -115,7 +118,7 @@ class AdapterAdmin:
         )
 
     async def unload(self, calls: NodeCalls, name: str) -> admin_pb2.AdapterChange:
-        """Remove a name, and unload its adapter from nodes once its requests have ended.
+        """Remove a name; once its requests have ended, unload its adapter from all nodes.
 
         Waits at most `WAIT_S` for the requests. Raises NotFoundError or InvalidRequestError.
         """
@@ -153,25 +156,25 @@ class AdapterAdmin:
         return next((one for one in self._names.served if one.name == name), None)
 
     def _named(self, name: str) -> ServedName:
-        """Return a name that maps to an adapter."""
+        """Return what a name maps to; raises InvalidRequestError if the name has no adapter."""
         served = self._names.find(name)
         if not served.adapter:
             raise InvalidRequestError("name", f"{name!r:.200} stands for no adapter")
         return served
 
     def _defaults_of(self, base: BaseModel) -> NameDefaults:
-        """Return the defaults of a base model's first name without an adapter."""
+        """Return the request defaults of a base model's first name that has no adapter."""
         own = (one for one in self._names.served if one.base is base and not one.adapter)
         return next((one.defaults for one in own), NO_DEFAULTS)
 
     async def _load_on_nodes(
         self, calls: NodeCalls, base: BaseModel, served: ServedName
     ) -> Sequence[admin_pb2.NodeAdapters]:
-        """Load an adapter on all nodes of a base model at once.
+        """Load an adapter on all prefill and decode nodes of a base model at once.
 
         Raises:
             InvalidRequestError: all nodes of a role refuse the adapter's files.
-            NodeUnavailableError: a role has nodes and none of them could load the adapter.
+            NodeUnavailableError: none of a role's nodes could load the adapter.
         """
         nodes = [node for node in base.pool.nodes if node.registration.role in PAIR_ROLES]
         loads = await asyncio.gather(*(_load(calls, node, served) for node in nodes))
@@ -192,7 +195,7 @@ class AdapterAdmin:
     def _let_leave(
         self, calls: NodeCalls, base: BaseModel, digest: AdapterDigest
     ) -> asyncio.Task[None] | None:
-        """Unload an adapter once no request needs it; return None if another name maps to it."""
+        """Begin to unload an adapter; return None if a name still maps to the adapter."""
         if self._is_named(base, digest):
             return None
         key = base.model, digest
@@ -205,10 +208,10 @@ class AdapterAdmin:
     async def _leave(self, calls: NodeCalls, base: BaseModel, digest: AdapterDigest) -> None:
         """Wait until no request uses an adapter, and unload it on all nodes that have it.
 
-        Ends early if a name maps to the adapter again.
+        Unloads nothing if a name maps to the adapter again by then.
         """
         not_before = time.monotonic() + GRACE_S
-        while (  # noqa: ASYNC110 - counts of calls set no event
+        while (  # noqa: ASYNC110 - no event is set when the adapter's last request ends
             base.dispatcher.count_adapter(digest) or time.monotonic() < not_before
         ):
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -226,7 +229,7 @@ class AdapterAdmin:
     def _describe(
         self, base: BaseModel, held: Mapping[str, Set[AdapterDigest]]
     ) -> Iterable[admin_pb2.NamedAdapter]:
-        """Yield the adapters of one base model, first those with names.
+        """Yield a description of each adapter of one base model; adapters with names come first.
 
         Args:
             held: adapters in nodes' memory, by engine id.
@@ -248,7 +251,7 @@ class AdapterAdmin:
 
 
 def _read_digest(root: str, source: str) -> AdapterDigest:
-    """Read an adapter's digest; raises InvalidRequestError."""
+    """Return the digest of the adapter in the folder ``source``; raises InvalidRequestError."""
     try:
         return read_digest(root, source)
     except ConfigError as error:
@@ -256,14 +259,14 @@ def _read_digest(root: str, source: str) -> AdapterDigest:
 
 
 class _Load(NamedTuple):
-    """A node's adapters after it was asked to load one, and the error of the attempt."""
+    """The adapters that a node has after it was asked to load one, and the error if it failed."""
 
     answer: admin_pb2.NodeAdapters
     error: BatonError | None = None
 
 
 async def _load(calls: NodeCalls, node: Node, served: ServedName) -> _Load:
-    """Load an adapter on a node."""
+    """Ask a node to load a name's adapter; return the node's adapters, or the error."""
     answer = admin_pb2.NodeAdapters(node_name=node.name)
     try:
         loaded = await calls.load_adapter(
@@ -277,7 +280,7 @@ async def _load(calls: NodeCalls, node: Node, served: ServedName) -> _Load:
 
 
 async def _unload(calls: NodeCalls, node: Node, digest: AdapterDigest) -> str:
-    """Unload an adapter on a node; return the reason of a failure, or an empty text."""
+    """Ask a node to unload an adapter; return why the node did not, or an empty text."""
     try:
         await calls.unload_adapter(node, digest)
     except BatonError as error:
@@ -286,7 +289,7 @@ async def _unload(calls: NodeCalls, node: Node, digest: AdapterDigest) -> str:
 
 
 async def _list(calls: NodeCalls, node: Node) -> admin_pb2.NodeAdapters:
-    """Return the adapters in a node's memory, or why the node could not be asked."""
+    """Return the adapters in a node's memory, or why the node did not answer."""
     answer = admin_pb2.NodeAdapters(node_name=node.name)
     try:
         answer.adapters.CopyFrom(await calls.list_adapters(node))

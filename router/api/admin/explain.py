@@ -1,4 +1,4 @@
-"""Explain: which nodes would get a prompt now, and the alternatives. Places nothing."""
+"""Explain: tells on which nodes a prompt would be placed now, without placing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.policies.base import Candidate, RouteQuery
 
 
 class _ListsAll(Protocol):
-    """A policy that can list every place, not only the places that it considers."""
+    """A routing policy that can list all pairs of nodes, also those that its choice left out."""
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> Sequence[Candidate]: ...
 
@@ -28,7 +28,7 @@ def explain_now(
     cache_salt: bytes = b"",
     adapter: str = "",
 ) -> Decision:
-    """Return the placement that a prompt would get now.
+    """Return the placement that a prompt would get now, and the alternatives.
 
     Args:
         token_ids: the prompt's token ids; None: assume that no part of the prompt is cached.
@@ -63,7 +63,7 @@ def explain_now(
     candidates = placement.explain()
     if hasattr(dispatcher.placer.policy, "explain"):
         every = cast("_ListsAll", dispatcher.placer.policy).explain(query, fleet)
-        # Put the chosen place first; the others stay sorted by cost.
+        # Put the chosen nodes first; the other candidates stay sorted by cost.
         candidates = sorted(every, key=lambda one: (one.prefill, one.decode) != (prefill, decode))
     return Decision(
         request_id="",

@@ -1,7 +1,7 @@
-"""`POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter`: change adapters as with vLLM.
+"""`POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter`: load and unload adapters as vLLM does.
 
 Callers always need the role ``operate``, even on a router without keys, because any web page could
-reach such a router.
+send requests to a router without keys.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/load_lora_adapter``.
 
     Attributes:
-        lora_name: name for the adapter; a name that another adapter has is switched to this
-            adapter.
-        lora_path: the adapter's folder below ``--adapter-root``, relative or absolute.
+        lora_name: name for the adapter. If another adapter has the name, the name is switched to
+            the adapter in ``lora_path``.
+        lora_path: path of the adapter's folder: absolute and below ``--adapter-root``, or relative
+            to ``--adapter-root``.
         base_model_name: base model or a name of it; needed if the router serves several.
-        load_inplace: accepted for clients of vLLM; a name can always be switched.
+        load_inplace: accepted without effect: a name that exists can always be switched.
     """
 
     lora_name: str
@@ -35,19 +36,19 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /v1/unload_lora_adapter``: the name to remove."""
+    """Body of ``POST /v1/unload_lora_adapter``: the adapter's name, which is removed."""
 
     lora_name: str
 
 
 class LoraPaths:
-    """Answers both paths; `web.middleware` turns raised errors into responses."""
+    """Answers both paths; `web.middleware` turns the errors that methods raise into responses."""
 
     def __init__(self, adapters: AdapterAdmin) -> None:
         self._adapters = adapters
 
     async def load(self, request: web.Request) -> web.Response:
-        """Load an adapter, and map a name to it."""
+        """Answer ``POST /v1/load_lora_adapter``: load an adapter, and map a name to it."""
         body = await read_fields(request, LoadLoraRequest, strict=False)
         name = body.lora_name
         try:
@@ -73,7 +74,7 @@ class LoraPaths:
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _relative(self, path: str) -> str:
-        """Return a path relative to the router's root if it lies below; return others unchanged."""
+        """Return a path relative to the router's root if it lies below the root, else unchanged."""
         root, given = self._adapters.root, Path(path)
         if root and given.is_absolute() and given.is_relative_to(Path(root).absolute()):
             return str(given.relative_to(Path(root).absolute()))

@@ -18,7 +18,7 @@ def describe_names(names: NameTable) -> admin_pb2.ListNamesResponse:
 
 
 def describe_name(served: ServedName) -> admin_pb2.NameDescription:
-    """Describe what a name maps to, and why its requests would be refused now, if so."""
+    """Describe a served name; if its requests would be refused now, also say why."""
     pool = served.base.pool
     problem = "" if pool.fleet else pool.why_no_pair()
     try:
@@ -68,5 +68,5 @@ def name_from_proto(names: NameTable, request: admin_pb2.SetNameRequest) -> Serv
 
 
 def _source_of(names: NameTable, digest: str) -> str:
-    """Return the folder of an adapter that has a name; empty: unknown."""
+    """Return the folder of an adapter that a served name uses; empty: no name uses the adapter."""
     return next((one.adapter_source for one in names.served if one.adapter == digest), "")

@@ -13,16 +13,16 @@ from baton.telemetry.stack_sampler import MAX_SECONDS
 from baton.v1 import admin_pb2
 from router.fleet.node import Node
 
-TIMEOUT_S = 10.0  # nodes answer between two steps
-_LOAD_S = 50.0  # nodes must read the adapter's files
+TIMEOUT_S = 10.0  # a node answers between two steps of its engine, and a step may be long
+_LOAD_S = 50.0  # longer, because the node reads the adapter's files first
 
 
 class NodeCalls:
-    """Ask nodes on behalf of one operator.
+    """Asks nodes on behalf of one operator.
 
     Args:
-        operator: name for the nodes' audit logs.
-        timeout_s: seconds that an answer may take; a profile's duration is added.
+        operator: the operator's name, for the nodes' audit logs.
+        timeout_s: seconds that a node has to answer; for a profile, its duration is added.
     """
 
     def __init__(self, operator: str = "", timeout_s: float = TIMEOUT_S) -> None:
@@ -55,14 +55,14 @@ class NodeCalls:
     async def load_adapter(
         self, node: Node, digest: str, source: str, *, pinned: bool = False
     ) -> admin_pb2.AdaptersDescription:
-        """Load an adapter from a folder below the node's root; return the node's adapters."""
+        """Load an adapter from a folder below a node's adapter root; return the node's adapters."""
         load = admin_pb2.LoadAdapterRequest(digest=digest, source=source, pinned=pinned)
         request = admin_pb2.NodeAdminRequest(load_adapter=load)
         answer = await self._ask(node, request, more_s=_LOAD_S)
         return answer.load_adapter
 
     async def unload_adapter(self, node: Node, digest: str) -> admin_pb2.AdaptersDescription:
-        """Make a node accept no more requests for an adapter; return the node's adapters."""
+        """Tell a node to refuse new requests for an adapter and unload it; return its adapters."""
         unload = admin_pb2.UnloadAdapterRequest(digest=digest)
         request = admin_pb2.NodeAdminRequest(unload_adapter=unload)
         return (await self._ask(node, request)).unload_adapter
@@ -74,7 +74,7 @@ class NodeCalls:
     async def change_weights(
         self, node: Node, request: admin_pb2.WeightsRequest
     ) -> admin_pb2.WeightsDescription:
-        """Begin a change of a node's weights; return the state at once."""
+        """Begin a change of a node's weights; return the node's state without waiting."""
         return (await self._ask(node, admin_pb2.NodeAdminRequest(weights=request))).weights
 
     async def _ask(
@@ -82,9 +82,13 @@ class NodeCalls:
     ) -> admin_pb2.NodeAdminResponse:
         """Send one request to a node and return the answer.
 
+        Args:
+            more_s: seconds that the node gets in addition to ``timeout_s``.
+
         Raises:
-            NodeUnavailableError: the node does not answer, or gives another kind of answer.
-            InvalidRequestError: the node rejects a value.
+            NodeUnavailableError: the node does not answer, or its answer is not the answer to this
+                kind of request.
+            InvalidRequestError: the node rejects a value of the request.
         """
         timeout_s = self._timeout_s + min(max(more_s, 0.0), MAX_SECONDS)
         call_id, answer = node.replies.open_call()

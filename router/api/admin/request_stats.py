@@ -1,4 +1,4 @@
-"""Request stats: figures of a router's latest requests, from its `RequestLog`."""
+"""Request stats: counts and latencies of the requests that finished lately, from `RequestLog`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles by nearest rank; zeros without values."""
+    """Percentiles by the nearest-rank method; all are zero if there are no values."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -35,7 +35,7 @@ class Percentiles:
 
 @dataclass(slots=True)
 class NodeFigures:
-    """One node's figures in a window, for the prompts and outputs that it computed."""
+    """One node's counts and latencies in a window, for the prompts and outputs that it computed."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -47,10 +47,10 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowStats:
-    """Figures of the requests that finished in a window and are still in the log.
+    """Counts and latencies of the requests that finished in a window and are still in the log.
 
     Attributes:
-        nodes: figures by node name.
+        nodes: each node's counts and latencies, by node name.
     """
 
     window_s: float
@@ -62,7 +62,7 @@ class WindowStats:
 
 
 def window_stats(logs: Sequence[RequestLog], window_s: float) -> WindowStats:
-    """Return the figures of the last ``window_s`` seconds, over all logs."""
+    """Return counts and latencies of requests that ended in the last ``window_s``, in all logs."""
     oldest = logs[0].clock() - window_s
     ended = [
         record
@@ -107,7 +107,7 @@ def _count(record: RequestRecord, nodes: defaultdict[str, NodeFigures]) -> None:
 
 
 def _count_failures(record: RequestRecord, nodes: defaultdict[str, NodeFigures]) -> None:
-    """Count failed attempts on both nodes, because the log does not say which node was at fault."""
+    """Count a failed attempt for both of its nodes: the log does not say which node failed."""
     for attempt in record.attempts:
         if attempt.failed_s is not None:
             for name in filter(None, (attempt.prefill_node, attempt.decode_node)):

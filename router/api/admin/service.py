@@ -1,4 +1,4 @@
-"""Admin service: answers operators' questions and makes their changes. Logs every change."""
+"""Admin service: answers operators' questions and makes their changes; logs each change."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ _DEFAULT_MAX_TOKENS = 128
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Serve `Admin`.
+    """Serves all calls of `proto/baton/v1/admin.proto`.
 
     Args:
-        names: model names that clients may use; also holds the base models, their pools and logs.
+        names: table of the names that clients may use, and of the base models with their pools
+            of nodes and their request logs.
         policy: name of the current routing policy.
         overload: the router's overload state.
         adapters: changes the adapters; by default an `AdapterAdmin` without a root.
@@ -91,7 +92,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodes(  # gRPC prescribes this name
         self, request: admin_pb2.ListNodesRequest, context: Context
     ) -> admin_pb2.ListNodesResponse:
-        """Return all joined nodes with load and peers, and missing nodes."""
+        """Return all joined nodes with their load and peers, and the nodes that are missing."""
         nodes: list[admin_pb2.NodeDescription] = []
         for base in self._bases:
             described = [
@@ -117,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Drain(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Drain a node: it takes no new requests and finishes its own. Returns at once."""
+        """Let a node take no new requests and finish its own; return without waiting for that."""
         node = self._find(request.node)
         _note(context, f"drain {node.name}")
         node.send(DrainCommand())
@@ -126,7 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Resume(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Let a draining or drained node serve again."""
+        """Let a node that drains or has drained take new requests again."""
         node = self._find(request.node)
         _note(context, f"resume {node.name}")
         node.send(DrainCommand(resume=True))
@@ -135,7 +136,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Remove(  # gRPC prescribes this name
         self, request: admin_pb2.RemoveRequest, context: Context
     ) -> admin_pb2.NodeDescription:
-        """Drain a node and stop its process; by force, disconnect it now and for good."""
+        """Drain a node and stop its process; with ``force``, disconnect it at once and for good."""
         if request.force:
             gone = self._expel(request.node)
             _note(context, f"remove {gone.node_name} by force")
@@ -150,7 +151,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetStats(  # gRPC prescribes this name
         self, request: admin_pb2.GetStatsRequest, context: Context
     ) -> admin_pb2.GetStatsResponse:
-        """Return counts since the start, and latencies of recently finished requests."""
+        """Return request counts since the start, and latencies of recently finished requests."""
         bases = [self._names.find_base(request.model)] if request.model else self._bases
         logs = [base.dispatcher.log for base in bases]
         window = window_stats(logs, request.window_s or DEFAULT_WINDOW_S)
@@ -175,14 +176,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Trace(  # gRPC prescribes this name
         self, request: admin_pb2.TraceRequest, context: Context
     ) -> admin_pb2.RequestTrace:
-        """Return the life of a recent request."""
+        """Return when and where each stage of a recent request took place."""
         tenant = _whose(context, request.tenant, Role.LOOK)
         return describe_request(self._record(request.request_id, tenant)[1])
 
     async def Explain(  # gRPC prescribes this name
         self, request: admin_pb2.ExplainRequest, context: Context
     ) -> admin_pb2.ExplainResponse:
-        """Return why a past request was placed where it was, or where a prompt would go now."""
+        """Return why a past request was placed on its nodes, or where a prompt would go now."""
         max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
         tenant = _whose(context, request.tenant, Role.LOOK)
         what = request.WhichOneof("what")
@@ -226,7 +227,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Abort(  # gRPC prescribes this name
         self, request: admin_pb2.AbortRequest, context: Context
     ) -> admin_pb2.AbortResponse:
-        """Cancel an open request, also on its nodes; its client gets CANCELLED."""
+        """Cancel an open request on the router and its nodes; its client gets CANCELLED."""
         tenant = _whose(context, request.tenant, Role.OPERATE)
         why = "an operator ended the request" if tenant is None else "the request was ended"
         aborted = [
@@ -240,13 +241,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListQuarantine(  # gRPC prescribes this name
         self, request: admin_pb2.ListQuarantineRequest, context: Context
     ) -> admin_pb2.ListQuarantineResponse:
-        """Return the requests that are refused because equal ones crashed nodes."""
+        """Return the requests that are refused because an equal request crashed a node."""
         return describe_quarantine([base.dispatcher.recoveries.suspects for base in self._bases])
 
     async def ReleaseQuarantine(  # gRPC prescribes this name
         self, request: admin_pb2.ReleaseQuarantineRequest, context: Context
     ) -> admin_pb2.ReleaseQuarantineResponse:
-        """Stop refusing some quarantined requests, or all."""
+        """Accept quarantined requests again: some of them, or all."""
         num_released = sum(
             base.dispatcher.recoveries.suspects.release(request.fingerprint) for base in self._bases
         )
@@ -258,13 +259,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetPolicy(  # gRPC prescribes this name
         self, request: admin_pb2.GetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
-        """Return the routing policy in use and all available ones."""
+        """Return the name of the routing policy in use, and the names of all available policies."""
         return admin_pb2.PolicyDescription(policy=self._policy, known=POLICIES.names())
 
     async def SetPolicy(  # gRPC prescribes this name
         self, request: admin_pb2.SetPolicyRequest, context: Context
     ) -> admin_pb2.PolicyDescription:
-        """Use another routing policy from now on; placed requests stay where they are."""
+        """Use another routing policy from now on; requests that are placed stay on their nodes."""
         try:
             policies = [POLICIES.load(request.policy)() for _ in self._bases]
         except ConfigError as error:
@@ -279,13 +280,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetRollout(  # gRPC prescribes this name
         self, request: admin_pb2.GetRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
-        """Return the nodes' revisions and their shares of a base model's requests."""
+        """Return the revisions of a base model's nodes, and each revision's share of requests."""
         return _describe_rollout(self._names.find_base(request.model))
 
     async def ChangeRollout(  # gRPC prescribes this name
         self, request: admin_pb2.ChangeRolloutRequest, context: Context
     ) -> admin_pb2.RolloutDescription:
-        """Freeze revisions' shares, undo a revision, or let shares follow capacity."""
+        """Freeze revisions' shares of requests, undo a revision, or let shares follow capacity."""
         base = self._names.find_base(request.model)
         rollout, revision = base.pool.rollout, ""
         match request.action:
@@ -307,7 +308,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetVersion(  # gRPC prescribes this name
         self, request: admin_pb2.GetVersionRequest, context: Context
     ) -> admin_pb2.GetVersionResponse:
-        """Return the versions of this router and its nodes."""
+        """Return the versions of Baton that this router and its nodes run."""
         nodes = {node.name: node.registration.version for node in self._nodes()}
         return admin_pb2.GetVersionResponse(router=__version__, nodes=nodes)
 
@@ -322,7 +323,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def SetName(  # gRPC prescribes this name
         self, request: admin_pb2.SetNameRequest, context: Context
     ) -> admin_pb2.NameDescription:
-        """Map a name to something else from now on; running requests continue unchanged."""
+        """Map a name to another model or adapter; its running requests continue unchanged."""
         served = name_from_proto(self._names, request)
         await self._names.set_name(served)
         _note(context, f"name {served.name!r} is {served.base.model} {served.adapter}".rstrip())
@@ -331,7 +332,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def RemoveName(  # gRPC prescribes this name
         self, request: admin_pb2.RemoveNameRequest, context: Context
     ) -> admin_pb2.ListNamesResponse:
-        """Remove a name; its running requests go on."""
+        """Remove a name; its running requests continue."""
         await self._names.remove(request.name)
         _note(context, f"remove the name {request.name!r}")
         return describe_names(self._names)
@@ -362,7 +363,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def PinAdapter(  # gRPC's naming
         self, request: admin_pb2.AdminPinAdapterRequest, context: Context
     ) -> admin_pb2.AdapterChange:
-        """Pin or unpin an adapter on nodes: a pinned adapter keeps its slot."""
+        """Pin or unpin an adapter on nodes: a pinned adapter stays in the nodes' memory."""
         change = await self._adapters.pin(_calls(context), request.name, pinned=request.pinned)
         _note(context, f"{'pin' if request.pinned else 'unpin'} the adapter {request.name!r}")
         return change
@@ -370,7 +371,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ChangeWeights(  # gRPC's naming
         self, request: admin_pb2.AdminWeightsRequest, context: Context
     ) -> admin_pb2.NodeWeights:
-        """Change the weights of a node, or describe them."""
+        """Begin a change of a node's weights, or only describe them."""
         return await self._weights.change(
             _calls(context), self._find(request.node), request.request
         )
@@ -388,13 +389,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListNodeRequests(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
-        """Return one node's open requests, of all routers."""
+        """Return the open requests of one node, which may come from several routers."""
         return await _calls(context).list_requests(self._find(request.node))
 
     async def Audit(  # gRPC prescribes this name
         self, request: admin_pb2.AuditRequest, context: Context
     ) -> admin_pb2.AuditResponse:
-        """Return which requests hold which blocks, on one node or all."""
+        """Return which requests hold which KV blocks, on one node or all."""
 
         async def ask(node: Node) -> admin_pb2.NodeAudit:
             audit = admin_pb2.NodeAudit(node_name=node.name)
@@ -440,7 +441,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Profile(  # gRPC prescribes this name
         self, request: admin_pb2.AdminProfileRequest, context: Context
     ) -> admin_pb2.ProfileResponse:
-        """Profile the router, or a node's engine, for some seconds."""
+        """Profile the router process, or the engine of a node, for some seconds."""
         node = self._find(request.node) if request.node else None
         _note(context, f"profile {node.name if node else 'the router'} for {request.seconds:g} s")
         if node is None:
@@ -470,14 +471,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return [self._find(name)] if name else self._nodes()
 
     def _expel(self, name: str) -> NodeRegistration:
-        """Remove a node of any base model at once; raises NotFoundError."""
+        """Remove a node at once, whichever base model it serves; raises NotFoundError."""
         for base in self._bases[:-1]:
             with contextlib.suppress(NotFoundError):
                 return base.pool.expel(name)
         return self._bases[-1].pool.expel(name)
 
     def _record(self, request_id: str, tenant: str | None) -> tuple[BaseModel, RequestRecord]:
-        """Return the newest record of a request, and its base model; raises NotFoundError."""
+        """Return a request's newest log record and its base model; raises NotFoundError."""
         found = [
             (base, record)
             for base in self._bases
@@ -489,13 +490,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 def _whose(context: Context, tenant: str, role: Role) -> str | None:
-    """Return the tenant whose requests a caller may access; None: every tenant's.
+    """Return the tenant whose requests a caller may access; None: the requests of all tenants.
 
     Args:
-        tenant: tenant that the caller named; empty: the caller named none.
-        role: role that allows access to other tenants' requests.
+        tenant: tenant that the caller asks about; empty: the caller names no tenant.
+        role: role that a caller needs to access other tenants' requests.
 
-    Raises PermissionDeniedError.
+    Raises PermissionDeniedError if the caller lacks the role and has no tenant, or names another
+    tenant.
     """
     principal = context.principal
     if principal.is_operator if role is Role.LOOK else principal.may(role):
@@ -518,5 +520,5 @@ def _calls(context: Context) -> NodeCalls:
 
 
 def _note(context: Context, what: str) -> None:
-    """Log a change in one line with the caller's name."""
+    """Log a change that an operator made, in one line with the operator's name and address."""
     logger.info("admin %s %s: %s", context.address, context.principal.name, what)

@@ -1,4 +1,4 @@
-"""Convert the router's nodes and requests to protobuf for operators. Changes nothing."""
+"""Convert the state of nodes, requests and rollouts to protobuf messages for operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.gate.overload import OverloadState
 
 
 def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
-    """Describe a joined node, its load and its peers."""
+    """Describe a joined node: its registration, its load and its connections to peers."""
     description = _describe(node.registration)
     load = node.load
     if load.has_beat:
@@ -44,7 +44,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
         (peer.name, report)
         for engine_id, report in node.reports.items()
         if (peer := pool.node(engine_id)) is not None
-        # Nodes of other revisions are not expected to connect.
+        # Nodes of different revisions are never paired, so a missing connection is no problem.
         and peer.load.revision == node.load.revision
     ]
     for name, report in sorted(peers, key=lambda one: one[0]):
@@ -53,7 +53,11 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
 
 
 async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb2.NodeDescription]:
-    """Describe nodes; let other tasks run in between, because there may be 65,536 pairs."""
+    """Describe nodes.
+
+    Lets other tasks run in between, because each description lists the node's connections: there
+    may be 65,536 pairs of nodes.
+    """
     described = []
     for node in nodes:
         described.append(describe_node(pool, node))
@@ -62,8 +66,8 @@ async def describe_nodes(pool: NodePool, nodes: Iterable[Node]) -> list[admin_pb
 
 
 def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
-    """Describe the revisions, the newest last."""
-    fleet = pool.fleet  # make the fleet first, because this updates the rollout
+    """Describe the revisions of a pool's nodes, the newest last."""
+    fleet = pool.fleet  # `pool.fleet` updates the rollout, which is read below
     views = pool.rollout.view((node.load for node in pool.nodes), fleet)
     names: dict[str, list[str]] = {}
     for node in pool.nodes:
@@ -86,7 +90,7 @@ def describe_rollout(pool: NodePool) -> admin_pb2.RolloutDescription:
 
 
 def describe_lost(registration: NodeRegistration) -> admin_pb2.NodeDescription:
-    """Describe a node that left unexpectedly and did not return."""
+    """Describe a node that left unexpectedly and has not returned."""
     description = _describe(registration)
     description.lost = True
     return description
@@ -102,7 +106,7 @@ def _describe(registration: NodeRegistration) -> admin_pb2.NodeDescription:
 
 
 def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
-    """Describe a request's life so far."""
+    """Describe the states of a request from its arrival until now."""
     trace = to_message(
         admin_pb2.RequestTrace,
         record,
@@ -116,10 +120,10 @@ def describe_request(record: RequestRecord) -> admin_pb2.RequestTrace:
 
 
 def describe_quarantine(of_models: Sequence[Suspects]) -> admin_pb2.ListQuarantineResponse:
-    """Describe the requests that are refused because equal ones crashed nodes.
+    """Describe the requests that are refused because an equal request crashed a node.
 
     Args:
-        of_models: suspects of each base model.
+        of_models: each base model's `Suspects`, which know the quarantined requests.
     """
     now = of_models[0].clock()
     return admin_pb2.ListQuarantineResponse(
@@ -136,11 +140,12 @@ def describe_quarantine(of_models: Sequence[Suspects]) -> admin_pb2.ListQuaranti
 def describe_stats(
     logs: Sequence[RequestLog], window: WindowStats, admissions: Sequence[AdmissionState]
 ) -> admin_pb2.GetStatsResponse:
-    """Describe counts since the start, and figures of recently finished requests.
+    """Describe the router's counts since its start, and latencies of recently finished requests.
 
     Args:
-        logs: request log of each base model.
-        admissions: state of admission of each base model.
+        logs: the request log of each base model.
+        window: counts and latencies of the recently finished requests.
+        admissions: the queue and the counts of refused requests of each base model.
     """
     records = [record for log in logs for record in log.open]
     num_queued = sum(record.state == "queued" for record in records)
@@ -175,7 +180,7 @@ def describe_stats(
 
 
 def describe_overload(state: OverloadState) -> admin_pb2.OverloadDescription:
-    """Describe how close the router is to its own limits."""
+    """Describe how close the router is to the limits of its process."""
     return to_message(
         admin_pb2.OverloadDescription,
         state,
@@ -195,7 +200,7 @@ def _describe_figures(name: str, figures: NodeFigures) -> admin_pb2.NodeStats:
 
 
 def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
-    """Describe an attempt's placement and the alternatives."""
+    """Describe the placement of one attempt of a request, and the alternatives."""
     return to_message(
         admin_pb2.DecisionDescription,
         decision,

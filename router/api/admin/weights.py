@@ -1,7 +1,8 @@
-"""WeightsChanges: passes operators' changes of weights to nodes, and prepares the pool.
+"""WeightsChanges: passes operators' changes of weights to nodes, and prepares the pool of nodes.
 
-A node that changes its weights drains, leaves and joins again with another identity. New requests
-wait until it returns. From then on, the nodes decide which weights are served, not the folder.
+A node that changes its weights drains, leaves the router and joins again with another identity. New
+requests wait until the node returns. After a change, the pool serves the weights that its nodes
+report, and no longer insists on the weights in the router's model folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsChanges:
-    """Change the weights of one router's nodes.
+    """Passes changes of weights to the nodes of one router.
 
     Args:
         bases: the router's base models.
@@ -32,10 +33,11 @@ class WeightsChanges:
     async def change(
         self, calls: NodeCalls, node: Node, request: admin_pb2.WeightsRequest
     ) -> admin_pb2.NodeWeights:
-        """Begin a change of a node's weights, and return the state at once.
+        """Pass an operator's request to a node; return the state of its weights without waiting.
 
         Raises:
-            InvalidRequestError: the node refuses the change, or could not join again.
+            InvalidRequestError: the node refuses the change, or the node could not join this router
+                again, because two base models differ only in their weights.
             NodeUnavailableError: the node does not answer.
         """
         if request.action == admin_pb2.WeightsAction.WEIGHTS_ACTION_USE:
@@ -51,7 +53,11 @@ class WeightsChanges:
         return admin_pb2.NodeWeights(node_name=node.name, weights=found)
 
     def _prepare(self, node: Node) -> None:
-        """Make the pool accept the weights that nodes report, not only those of the folder."""
+        """Make the pool accept whatever weights its nodes report.
+
+        Raises InvalidRequestError if another base model has the same configuration, because the
+        router then tells the two apart by their weights.
+        """
         pool = self._pool_of(node)
         alike = [
             base

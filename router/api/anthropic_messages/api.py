@@ -1,4 +1,4 @@
-"""`POST /v1/messages`, `/v1/messages/count_tokens`: Anthropic's API on top of chats."""
+"""`POST /v1/messages`, `/v1/messages/count_tokens`: Anthropic's API, answered by chat requests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Replaces arguments of a call that are not a JSON object, because the output was cut or the model
-# erred.
+# Shown in place of a call's arguments that are no JSON object, because the output was cut short or
+# the model made a mistake.
 _NO_INPUT = msgspec.Raw(b"{}")
 
 
@@ -62,10 +62,10 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts; cached prompt tokens are counted separately.
+    """Token counts of an answer; ``input_tokens`` does not include cached prompt tokens.
 
     Attributes:
-        output_tokens_details: counts the tokens of steps that produced only reasoning.
+        output_tokens_details: number of tokens of the steps that produced only reasoning.
     """
 
     input_tokens: int
@@ -76,7 +76,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class AnsweredMessage(msgspec.Struct, kw_only=True):
-    """An answer; a stream begins with an empty answer."""
+    """The message that answers a request; a stream begins with a message without content."""
 
     id: str
     model: str
@@ -89,7 +89,7 @@ class AnsweredMessage(msgspec.Struct, kw_only=True):
 
 
 class Event(AnswerEvent, omit_defaults=True):
-    """An event of a stream; its type decides which fields are present."""
+    """An event of a streamed answer; the event's type decides which fields are present."""
 
     index: int | None = None
     message: AnsweredMessage | None = None
@@ -100,7 +100,7 @@ class Event(AnswerEvent, omit_defaults=True):
 
 
 class MessageEvents:
-    """Builds one answer as content blocks, with the events that report their growth.
+    """Builds one answer from content blocks, and the events that tell the client how blocks grow.
 
     A block stays open until a block of another kind begins or the answer ends. White space alone
     begins no text block, because templates put white space between reasoning, text and calls.
@@ -114,7 +114,7 @@ class MessageEvents:
         self._max_tokens = call.sampling_params.max_tokens
         self._num_thinking_tokens = 0
         self._is_open = False
-        self._parts: list[str] = []  # text of the open content block
+        self._parts: list[str] = []  # pieces of text of the open content block
         self._blanks = ""
         self._call_index = -1
 
@@ -141,7 +141,7 @@ class MessageEvents:
             yield self.fail(_CUT_SHORT)
             return
         message = self._message
-        if not message.content:  # an answer needs a text block, even an empty one
+        if not message.content:  # an answer must have a text block, even if the text is empty
             yield from self._push_text(TextBlock, "text", self._blanks)
         yield from self._close()
         assert delta.receipt is not None
@@ -216,7 +216,7 @@ class MessageEvents:
         yield self._event("content_block_stop")
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """Make an event of the last block."""
+        """Make an event about the last content block."""
         return Event(kind, index=len(self._message.content) - 1, **fields)
 
 
@@ -230,7 +230,7 @@ def _input(arguments: str) -> msgspec.Raw:
 
 
 async def messages(request: web.Request, options: HttpOptions) -> web.StreamResponse:
-    """Answer a request; `web.middleware` turns raised errors into responses."""
+    """Answer a Messages request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     given = await read_body(request, MessagesRequest, options)
     body = chat_request(given)
@@ -262,7 +262,7 @@ async def count_tokens(request: web.Request, options: HttpOptions) -> TokenCount
 
 
 def _note_thinking(request: web.Request, given: MessagesRequest, body: ChatRequest) -> None:
-    """Report thinking fields as ignored if the model cannot follow them."""
+    """Note the request's thinking fields as ignored if the model cannot follow them."""
     if given.thinking is None or given.thinking.type == "disabled":
         field = "output_config.effort" if given.thinking is None else "thinking"
         note_effort(request, body, field)

@@ -1,7 +1,7 @@
 """Requests of Anthropic's Messages API: their fields, and conversion to chat requests.
 
-A chat message has one role and one text. Anthropic's user messages may also hold results of calls,
-and its assistant messages reasoning, text and calls.
+A chat message has one role and one kind of content. In Anthropic's API, a user's message may also
+hold results of tool calls, and an assistant's message may hold reasoning, text and calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from router.api.http.schema import (
 )
 from router.intake.texts import check_num_messages
 
-# Chat request fields -> the client's field names, for errors.
+# Field of the chat request -> the client's field, whose name errors show.
 FIELD_NAMES = {
     "prompt": "messages",
     "chat": "messages",
@@ -46,7 +46,7 @@ _BLOCKS = {
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
-# Types of blocks from tools that run on Anthropic's servers.
+# Types of content blocks that are left out: blocks of tools that run on Anthropic's servers.
 _ELSEWHERE = {
     "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use",
     "mcp_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
@@ -56,7 +56,7 @@ _ELSEWHERE = {
 
 
 class ImageSource(msgspec.Struct):
-    """Where an image is: in the block as base64, or at a URL.
+    """The source of an image block: the image itself in base64, or a URL.
 
     Attributes:
         type: ``base64`` or ``url``; files that Anthropic stores are refused.
@@ -72,8 +72,8 @@ class Block(msgspec.Struct):
     """One block of a message; its type decides which fields are present.
 
     Attributes:
-        content: a tool_result's content.
-        source: an image's source.
+        content: the result in a block of type ``tool_result``.
+        source: the image in a block of type ``image``.
     """
 
     type: str
@@ -88,14 +88,14 @@ class Block(msgspec.Struct):
 
 
 class Turn(msgspec.Struct):
-    """A message of the conversation."""
+    """One message of the conversation, in Anthropic's form."""
 
     role: _Role
     content: str | list[Block]
 
 
 class MessagesTool(msgspec.Struct):
-    """A function that the model may call; tools of other types are run by Anthropic."""
+    """A function that the model may call, or a tool that Anthropic would run, by its type."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -116,7 +116,7 @@ class OutputFormat(Constraint):
 
 
 class OutputConfig(msgspec.Struct):
-    """Effort of thinking, and format of the answer."""
+    """How much effort the model spends on thinking, and the format of the answer."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -126,7 +126,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /v1/messages/count_tokens``: the fields that decide the prompt.
 
     Attributes:
-        output_format: beta name of ``output_config.format``.
+        output_format: name of ``output_config.format`` in Anthropic's beta API.
         chat_template_kwargs: vLLM's field; works as in chat completions.
     """
 
@@ -171,9 +171,9 @@ _SAME = (
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
-    """Return the equivalent chat request; raises InvalidRequestError.
+    """Convert a Messages request to the equivalent chat request; raises InvalidRequestError.
 
-    If the last message is the assistant's, the answer continues it.
+    If the last message is the assistant's, the answer continues this message.
     """
     if not request.messages:
         raise InvalidRequestError("messages", "must have at least 1 message, got 0")
@@ -201,7 +201,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
 
 @dataclass(slots=True)
 class _Turn:
-    """Collects consecutive blocks of one role into one message."""
+    """Collects consecutive blocks of one role, which become one chat message."""
 
     role: _Role
     parts: list[ContentPart] = field(default_factory=list)
@@ -249,9 +249,9 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
         case "assistant", "thinking":
             _last(found, role).thoughts.append(block.thinking or "")
         case "assistant", "redacted_thinking":
-            pass  # reasoning that is encrypted for Anthropic
+            pass  # reasoning that only Anthropic can decrypt is left out
         case "assistant", kind if kind in _ELSEWHERE:
-            pass  # the next text block holds the tool's result
+            pass  # left out, because the next text block contains the tool's result
         case "assistant", "tool_use":
             arguments = msgspec.json.encode(block.input or {}).decode()
             function = FunctionCall(_needed(block.name, f"{where}.name"), arguments)
@@ -263,7 +263,7 @@ def _add_block(found: list[_Turn | Message], role: _Role, block: Block, where: s
 
 
 def _image_url(source: ImageSource | None, where: str) -> str:
-    """Return the URL of an image; raises InvalidRequestError."""
+    """Return the URL of an image, or a data URL with the image; raises InvalidRequestError."""
     if source is None:
         raise InvalidRequestError(where, "is needed")
     if source.type == "url":
@@ -278,7 +278,7 @@ def _image_url(source: ImageSource | None, where: str) -> str:
 
 
 def _last(found: list[_Turn | Message], role: _Role) -> _Turn:
-    """Return the last turn if it has this role, else add a new turn."""
+    """Return the last message in ``found`` if it has this role; else append an empty message."""
     if found and isinstance(found[-1], _Turn) and found[-1].role == role:
         return found[-1]
     turn = _Turn(role)
@@ -295,11 +295,12 @@ def _needed(value: str | None, where: str) -> str:
 def _texts(
     content: str | list[ContentPart], where: str, *, of_a_tool: bool = False
 ) -> str | list[ContentPart]:
-    """Return content that consists of texts only.
+    """Return a content, unchanged, after a check that it consists of texts only.
 
     Args:
-        of_a_tool: whether the content is a tool's result, which may have other parts, such as
-            images; see `unseen_results`.
+        where: field of the content, for errors.
+        of_a_tool: whether the content is a tool's result. Its other parts, such as images, are no
+            error; see `unseen_results`.
 
     Raises InvalidRequestError naming the first part that is not a text.
     """
@@ -316,7 +317,7 @@ def _texts(
 
 
 def dropped_tools(request: CountTokensRequest) -> list[str]:
-    """List tools without effect because Anthropic runs them, by their names for headers."""
+    """List the tools that are dropped because Anthropic runs them, as names for headers."""
     return [f"tools.{tool.type}" for tool in request.tools or () if not _runs_here(tool)]
 
 
@@ -357,7 +358,7 @@ def _effort(request: CountTokensRequest) -> str | None:
 
 
 def _thinking(request: CountTokensRequest) -> ThinkingSwitch | None:
-    """Return the thinking switch; raises InvalidRequestError for a bad budget."""
+    """Return the chat request's thinking switch; raises InvalidRequestError for a bad budget."""
     switch = request.thinking
     if switch is None or switch.budget_tokens is None:
         return switch

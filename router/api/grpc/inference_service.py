@@ -1,4 +1,4 @@
-"""Inference service: the public gRPC API, on top of the table of names."""
+"""Inference service: the public gRPC API, which passes requests to the named model's intake."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 from router.names.table import NameTable
 
-# Maximum number of receipts of a pooled request that are sent in trailers; clients limit the size
-# of trailers
+# A pooled request with more receipts sends none in its trailers, because clients limit the size of
+# trailers.
 MAX_TRAILERS = 16
 AnyPrompt = inference_pb2.GenerateRequest | inference_pb2.Prompt
 NamingRequest = (
@@ -46,10 +46,10 @@ NamingRequest = (
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Serve all calls of `proto/baton/v1/inference.proto`.
+    """Serves all calls of `proto/baton/v1/inference.proto`.
 
     Args:
-        names: model names that clients may use.
+        names: table of the model names that clients may use.
         journal: keeps the streams of resumable requests.
         max_timeout_s: upper limit of clients' deadlines.
     """
@@ -69,7 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # gRPC prescribes this name
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Stream the completion of one prompt; the receipt is also in the trailers."""
+        """Stream the completion of one prompt; the receipt is repeated in the trailers."""
         async with contextlib.aclosing(await self._begin(request, context)) as deltas:
             async for delta in deltas:
                 context.entry.note_tokens(len(delta.token_ids))
@@ -80,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Resume(  # gRPC prescribes this name
         self, request: inference_pb2.ResumeRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Continue a resumable request's stream."""
+        """Continue the stream of a resumable request that the journal keeps."""
         tenant = context.principal.tenant
         _name(context, request.request_id)
         kept = self._journal.read(request.request_id, request.next_output_index, tenant=tenant)
@@ -94,7 +94,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateBatch(  # gRPC prescribes this name
         self, request: inference_pb2.GenerateBatchRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Stream the outputs of several prompts as tokens arrive; first checks all prompts."""
+        """Check all prompts, then stream their outputs as tokens arrive."""
         n = request.n or 1
         check_num_outputs("prompts", n * len(request.prompts))
         served = self._find_name(request, context)
@@ -121,7 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # gRPC prescribes this name
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        """Return the tokens of a prompt as `Generate` would see them."""
+        """Return the token ids that `Generate` would compute for a prompt."""
         served = self._find_name(request, context)
         prompt = _prompt_from_proto(request.prompt, served)
         token_ids = await served.intake.reader.tokenize_only(prompt, context.principal)
@@ -130,7 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def CountTokens(  # gRPC prescribes this name
         self, request: inference_pb2.CountTokensRequest, context: Context
     ) -> inference_pb2.CountTokensResponse:
-        """Return the number of a prompt's tokens."""
+        """Return how many tokens a prompt has."""
         served = self._find_name(request, context)
         prompt = _prompt_from_proto(request.prompt, served)
         token_ids = await served.intake.reader.tokenize_only(prompt, context.principal)
@@ -139,7 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(  # gRPC prescribes this name
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """Return the names that the caller may use."""
+        """Return the model names that the caller may use."""
         own_names = self._names.own_names()
         return inference_pb2.ListModelsResponse(
             models=[
@@ -181,13 +181,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Classify(  # gRPC prescribes this name
         self, request: inference_pb2.ClassifyRequest, context: Context
     ) -> inference_pb2.ClassifyResponse:
-        """Return the labels of each input."""
+        """Return the labels of each input, with their probabilities."""
         response, receipts = await pooled.classify(request, self._pooled(request.terms, context))
         _note_pooled(context, receipts)
         return response
 
     def _pooled(self, asked: inference_pb2.PooledTerms, context: Context) -> PooledRequests:
-        """Return the named model's pooled requests with the client's terms."""
+        """Make pooled requests for the model that the client names, with the client's terms."""
         _name(context, asked.request_id)
         served = self._find_name(asked, context)
         return PooledRequests(served.intake, self._terms(asked, context, served), asked.request_id)
@@ -195,7 +195,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _begin(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[TextDelta, None]:
-        """Return the stream of a new request, or of a resumable one that the journal keeps."""
+        """Begin a request, or find a resumable one in the journal; return its stream."""
         _name(context, message.request_id)
         served = self._find_name(message, context)
         intake = served.intake
@@ -222,7 +222,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._long_answers.make(delta, make)
 
     def _find_name(self, request: NamingRequest, context: Context) -> ServedName:
-        """Return the served model of a request's name; raises the errors of `NameTable.resolve`."""
+        """Return what a request's model name maps to; raises the errors of `NameTable.resolve`."""
         served = self._names.resolve(request.model or None, context.principal)
         context.entry.model = served.name
         return served
@@ -251,13 +251,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _name(context: Context, request_id: str) -> None:
-    """Put the request id into the log lines of this call; the id is not validated yet."""
+    """Put the request id, which is not checked yet, into the log lines of this call."""
     context.entry.request_id = request_id[:MAX_REQUEST_ID_CHARS]
     structlog.contextvars.bind_contextvars(request_id=context.entry.request_id or None)
 
 
 def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1) -> None:
-    """Put the id and the prompt length of an accepted request into log lines."""
+    """Put an accepted request's id and the total length of its prompts into the log lines."""
     if calls[0].request_id != context.entry.request_id:
         _name(context, calls[0].request_id)
     prompts = (call.prompt_token_ids for call in calls[::num_choices])
@@ -265,7 +265,7 @@ def _note_accepted(context: Context, calls: Sequence[Call], num_choices: int = 1
 
 
 def _note_pooled(context: Context, receipts: Sequence[Receipt]) -> None:
-    """Put the inputs' lengths into log lines, and the receipts of small requests into trailers."""
+    """Put the total length of the inputs into the log lines, and few receipts into the trailers."""
     context.entry.num_prompt_tokens = sum(one.num_prompt_tokens for one in receipts)
     shown = receipts if len(receipts) <= MAX_TRAILERS else ()
     context.set_trailing_metadata(tuple(map(receipt_trailer, shown)))
@@ -314,7 +314,10 @@ def _chat_from_proto(chat: inference_pb2.Chat, served: ServedName) -> ChatPrompt
 def _content_from_proto(
     message: inference_pb2.ChatMessage, field: str, images: list[ImageFile]
 ) -> str | list[dict[str, str]]:
-    """Return a message's content as one text or as parts, and append its image files."""
+    """Return a message's content, as one text or as parts.
+
+    The files of its images are appended to ``images``.
+    """
     if not message.parts:
         return message.content
     if message.content:

@@ -1,6 +1,7 @@
 """Journal: keeps the streams of resumable requests; a stream outlives the calls that read it.
 
-A client that reconnects finds the stored pieces, whose number is limited. Refuses to know: gRPC.
+A client that reconnects reads the stored pieces of its stream again. The number and the size of
+kept streams are limited. The journal does not know gRPC.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass, field
 from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.api.outputs import TextDelta, count_logprobs, join_deltas
 
-# Maximum number of calls that read one stream. The call of a lost connection still counts for a
-# while.
+# Maximum number of calls that read one stream. A call whose connection is lost counts as a reader
+# until the loss is noticed.
 MAX_READERS = 16
 
 
@@ -23,7 +24,7 @@ class JournalOptions:
     """Limits of the journal.
 
     Attributes:
-        grace_s: how long a stream without readers is kept in seconds, running or ended.
+        grace_s: seconds that a stream without readers is kept, whether it runs or has ended.
         max_streams: maximum number of streams kept for all tenants together; one tenant may use
             half.
         max_bytes: maximum number of bytes kept for all tenants together; one tenant may use half,
@@ -35,7 +36,7 @@ class JournalOptions:
     max_bytes: int = 64 * 2**20
 
 
-_Key = tuple[str, str]  # (tenant, request id): two tenants may use the same id
+_Key = tuple[str, str]  # (tenant, request id), because two tenants may use the same request id
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +53,7 @@ class _Stream:
 
 
 class Journal:
-    """Keep all resumable requests of one router."""
+    """The streams of all resumable requests of one router."""
 
     def __init__(self, options: JournalOptions | None = None) -> None:
         self._options = options or JournalOptions()
@@ -60,20 +61,20 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate number of bytes kept."""
+        """Approximate number of bytes that all kept streams have together."""
         return sum(stream.num_bytes for stream in self._streams.values())
 
     @property
     def num_streams(self) -> int:
-        """Number of streams kept, running or ended."""
+        """Number of kept streams, whether they run or have ended."""
         return len(self._streams)
 
     def holds(self, request_id: str, content: bytes, *, tenant: str = "") -> bool:
-        """Return whether the journal has this request.
+        """Return whether the journal keeps the stream of this request.
 
-        Raise InvalidRequestError if contents differ.
+        A stream that failed is forgotten, so a client that sends the request again starts it anew.
 
-        A failed request is forgotten, so a client that sends the request again starts it again.
+        Raises InvalidRequestError if the kept request with this id has another content.
         """
         key = (tenant, request_id)
         stream = self._streams.get(key)
@@ -93,7 +94,7 @@ class Journal:
         *,
         tenant: str = "",
     ) -> None:
-        """Start a stream and keep it; any call of its tenant may read it.
+        """Start a stream and keep it, so that all calls of its tenant may read it.
 
         Raises OverloadedError if the journal is full.
         """
@@ -106,10 +107,10 @@ class Journal:
     async def read(
         self, request_id: str, output_index: int, *, tenant: str = ""
     ) -> AsyncGenerator[TextDelta, None]:
-        """Yield a stream's pieces from an index on; stored pieces are joined into one.
+        """Yield the rest of a stream from an output index on; stored pieces are joined into one.
 
-        Raises InvalidRequestError for an unknown id or an index within a piece, OverloadedError for
-        too many readers, and the stream's own error.
+        Raises InvalidRequestError for an unknown id or an index that is not the beginning of a
+        piece, OverloadedError for too many readers, and the error with which the stream ended.
         """
         key = (tenant, request_id)
         stream = self._streams.get(key)
@@ -130,7 +131,8 @@ class Journal:
                     raise stream.error
                 elif stream.is_done:
                     assert stream.task is not None
-                    await stream.task  # re-raises an unexpected error
+                    # Raises the error if the stream ended with an unexpected error
+                    await stream.task
                     return
                 else:
                     await stream.changed.wait()
@@ -159,7 +161,7 @@ class Journal:
             _note_change(stream)
 
     def _expect_reader(self, key: _Key, stream: _Stream) -> None:
-        """Forget a stream unless a reader comes within the grace time."""
+        """Forget a stream without readers if no call reads it within the grace time."""
         if stream.num_readers == 0 and self._streams.get(key) is stream:
             loop = asyncio.get_running_loop()
             grace_s = self._options.grace_s
@@ -174,10 +176,12 @@ class Journal:
             stream.task.cancel()  # cancelling the task cancels the request on its nodes
 
     def _make_room(self, tenant: str) -> None:
-        """Make room by forgetting ended streams without readers, oldest first.
+        """Make room for one more stream; forget ended streams without readers, oldest first.
 
         A tenant at its own limit loses only its own streams. Other tenants' streams are forgotten
-        only if all together exceed the limit, so no tenant can lock out others.
+        only if all tenants together exceed the limit, so no tenant can lock out others.
+
+        Raises OverloadedError if too few streams can be forgotten.
         """
         own = {key: stream for key, stream in self._streams.items() if key[0] == tenant}
         parts = (
@@ -202,12 +206,12 @@ class Journal:
 
 
 def _digest(content: bytes) -> bytes:
-    """Return a hash of the content, which may have several megabytes."""
+    """Return a hash of a request's content, which is kept instead of the content."""
     return hashlib.sha256(content).digest()
 
 
 def _position(deltas: Sequence[TextDelta], output_index: int) -> int:
-    """Return how many pieces lie before an output index."""
+    """Return the position of the piece that begins at an output index."""
     end = 0
     for position, delta in enumerate(deltas):
         if delta.output_index == output_index:

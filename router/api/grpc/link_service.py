@@ -1,4 +1,4 @@
-"""NodeLink service: the router's end of node streams. Calls the pool for each message."""
+"""NodeLink service: the router's end of the links that nodes open; passes messages to pools."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 _LINK = "/baton.v1.NodeLink/Link"
 REGISTER_TIMEOUT_S = 10.0
-# Maximum number of waiting commands per node. Nodes that read their links have far fewer.
+# Maximum number of commands that wait for a node. A node that reads its link has far fewer.
 MAX_QUEUED_COMMANDS = 50_000
 
 _Messages: TypeAlias = AsyncIterator[node_pb2.NodeMessage | Unread]
 
 
 class NodePools(Protocol):
-    """The pools that nodes join: one pool, or one per base model."""
+    """The pool, or the pools of several base models, that nodes join."""
 
     @property
     def gate(self) -> JoinGate:
@@ -44,22 +44,22 @@ class NodePools(Protocol):
         """All nodes that have joined."""
 
     def refusal(self, registration: NodeRegistration) -> str:
-        """Return why a node can never join; empty if it can join."""
+        """Return why this node can never join; empty if it can join now or later."""
 
     def find_pool(self, registration: NodeRegistration) -> NodePool:
-        """Return the pool that a node joins."""
+        """Return the pool of the base model that a node serves."""
 
 
 class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
-    """Serve `Link`: one call per joined node, which lasts as long as the node is connected."""
+    """Serves `Link`: one call per joined node, which lasts as long as the node is connected."""
 
     def __init__(self, pools: NodePools, access: Access | None = None) -> None:
         """Args: access: logs which nodes joined, left or were refused."""
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
-        # A lock that is held while one piece of a long message is handled, so that each round of
-        # the event loop handles one piece, whatever the number of links.
+        # Held while one piece of a long message is handled. So each round of the event loop handles
+        # only one piece, even if many links have long messages.
         self._one_piece = asyncio.Lock()
 
     async def Link(  # gRPC prescribes this name
@@ -94,14 +94,15 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
 
         def send(command: RouterCommand) -> None:
             outgoing.put_nowait(command)
-            # The node sends events but does not read commands
+            # A node with so many waiting commands sends events but does not read its commands.
             if outgoing.qsize() > MAX_QUEUED_COMMANDS:
                 logger.warning("hung up on %s, which reads nothing of its link", node.name)
                 while not outgoing.empty():
                     outgoing.get_nowait()
-                call.cancel()  # the call only waits for commands, so cancelling it is safe
+                # This call does nothing but wait for commands, so it can be cancelled safely
+                call.cancel()
 
-        del first  # otherwise, the message would be kept until the link ends
+        del first  # frees the message, which this call would otherwise keep until the link ends
         node = Node(
             registration,
             send,
@@ -127,7 +128,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             await asyncio.gather(reader, return_exceptions=True)
 
     def _refusal(self, context: Context, registration: NodeRegistration) -> str:
-        """Return why a certificate does not allow a node its role or name; empty if allowed."""
+        """Return why a node's certificate does not allow its role or name; empty: it does."""
         identity = certificate_identity(context)
         if identity is None:
             return ""
@@ -163,16 +164,16 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
                 if problem:
                     pool.hang_up(node, problem)
                     return
-        except InvalidRequestError as error:  # the message could not be parsed
+        except InvalidRequestError as error:  # raised for a message that could not be parsed
             pool.hang_up(node, str(error))
-        except Exception:  # the link ends anyway, so only this log line shows the cause
+        except Exception:  # the link ends, and nobody else reports the cause
             logger.exception("a message of %s broke its link", node.name)
         finally:
             pool.remove(node)
             outgoing.put_nowait(None)
 
     def _take(self, pool: NodePool, node: Node, message: node_pb2.NodeMessage) -> str:
-        """Pass a message's event to the pool; return why the message is invalid, or ""."""
+        """Pass a node's event to the pool; return why the message is invalid, or an empty text."""
         event, problem = read_event(message)
         if event is not None:
             pool.on_event(node, event)
@@ -183,12 +184,12 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         for piece in pieces:
             async with self._one_piece:
                 pool.on_event(node, piece, is_checked=True)
-                await asyncio.sleep(0)  # let other tasks run
+                await asyncio.sleep(0)  # let other tasks run before the next piece
         return problem
 
 
 async def _first(messages: _Messages) -> node_pb2.NodeMessage | None:
-    """Return a link's first message, or None if none comes in time."""
+    """Return the first message of a link, or None if no message comes in time."""
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             message = await anext(messages, None)

@@ -1,7 +1,7 @@
-"""LongMessages: reads long messages of nodes in a thread and passes them on in pieces.
+"""LongMessages: reads long messages of nodes in a thread, and divides their events into pieces.
 
-One message may have 300,000 parts. Reading these parts takes more than a second; passing them to
-their calls takes nearly another second.
+One message may have 300,000 parts. Reading the parts takes more than a second; passing their events
+to the requests takes nearly another second.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from router.fleet.node import Node
 from router.fleet.node_claims import MAX_REGISTRATION_PARTS, Vocabulary, event_problem
 
 HEARD_INTERVAL_S = 0.1
-# Parts per piece. A piece takes some milliseconds to handle; a message about one ordinary step fits
-# into one piece.
+# Number of rows and of deltas in one piece. A piece takes some milliseconds to handle; a message
+# about one ordinary step fits into one piece.
 ROWS_AT_ONCE, DELTAS_AT_ONCE = 2**13, 2**10
 
 
 class LongMessages:
-    """Reads long messages in one thread; each link may have one long message at a time."""
+    """Reads long messages in a thread of its own; a link may have one long message at a time."""
 
     def __init__(self) -> None:
-        # One thread only: more threads would keep the GIL from the event loop for too long.
+        # A single thread: more threads would keep the GIL from the event loop for too long.
         self._thread = ThreadPoolExecutor(1, "long-link-messages")
 
     async def read(
@@ -38,22 +38,26 @@ class LongMessages:
     ) -> tuple[list[NodeEvent], str]:
         """Return a message's events in pieces, or an empty list and why the message is invalid.
 
-        Later messages of this node wait; the rest of the router continues.
+        Later messages of this node wait until the message is read; the router goes on meanwhile.
         """
         reading = asyncio.get_running_loop().run_in_executor(
             self._thread, _read, message, node.registration, vocabulary
         )
         try:
             while not reading.done():
-                node.num_missed_beats = 0  # the router, not the node, causes this silence
+                # The node cannot be heard while the router reads its message
+                node.num_missed_beats = 0
                 await asyncio.wait([reading], timeout=HEARD_INTERVAL_S)
         finally:
-            reading.cancel()  # the link ended before its message was read
+            reading.cancel()  # if the link ended meanwhile, the message need not be read
         return reading.result()
 
 
 def read_registration(message: Unread) -> node_pb2.NodeMessage:
-    """Read a link's first message, which must have few parts; raises InvalidRequestError."""
+    """Read a link's first message, even though it is long.
+
+    Raises InvalidRequestError if the message has too many parts.
+    """
     num_parts = count_parts(message.data, node_pb2.NodeMessage, MAX_REGISTRATION_PARTS)
     if num_parts > MAX_REGISTRATION_PARTS:
         raise InvalidRequestError("registration", f"has more than {MAX_REGISTRATION_PARTS} parts")

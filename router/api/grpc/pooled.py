@@ -1,4 +1,4 @@
-"""The calls Embed, Score, Rerank and Classify, between protobuf messages and plain values."""
+"""Convert the calls Embed, Score, Rerank and Classify between protobuf and plain values."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _score_to_proto(one: Score) -> inference_pb2.Score:
 
 
 def _inputs(prompts: Sequence[inference_pb2.Prompt]) -> list[Text]:
-    """Return texts and lists of token ids; raises InvalidRequestError for conversations."""
-    # Check the number first: a message may have a million inputs
+    """Return inputs as texts or token ids; raises InvalidRequestError for a conversation."""
+    # The number is checked first, because a message may have a million inputs.
     check_num_inputs("inputs", len(prompts))
     found: list[Text] = []
     for place, prompt in enumerate(prompts):

@@ -1,1 +1,1 @@
-"""The router's OpenAI-compatible HTTP API, a thin layer over `router.intake.intake`."""
+"""The router's OpenAI-compatible HTTP API, which passes requests to `router.intake.intake`."""

@@ -60,9 +60,12 @@ from router.names.defaults import NameDefaults
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """The parts of one piece of output.
+    """One piece of a chat's output, sorted into the fields of a message.
 
-    A call that began in an earlier piece has no name and id.
+    A call that began in an earlier piece has no name and no id here.
+
+    Attributes:
+        num_begun: number of calls that begin in this piece.
     """
 
     text: str
@@ -72,10 +75,10 @@ class _Said:
 
 
 def divide(parts: Iterable[Part], num_calls: int) -> _Said:
-    """Sort the parts of one output into the fields of its message.
+    """Sort the parts of one piece of output into the fields of a message.
 
     Args:
-        num_calls: number of calls begun before these parts.
+        num_calls: number of calls that began in earlier pieces of this output.
     """
     texts: list[str] = []
     reasoning: list[str] = []
@@ -107,11 +110,11 @@ def _call_delta(index: int, begins: CallBegins | None, arguments: str) -> ToolCa
 
 
 class ChatDialect:
-    """Writes the chat completions of one request.
+    """Writes the outputs of one chat request.
 
     Args:
         parsers: one parser per output.
-        texts: texts of tokens, for logprobs; None if no logprobs are wanted.
+        texts: texts of tokens, for logprobs; None if the request asks for no logprobs.
     """
 
     id_prefix = "chatcmpl-"
@@ -123,7 +126,7 @@ class ChatDialect:
         self._texts = texts
         self._num_calls = [0] * len(parsers)
         self._begun = [False] * len(parsers)
-        # Parts of outputs that are returned as a whole
+        # the parts of each output, for a response without stream
         self._parts: list[list[Part]] = [[] for _ in parsers]
 
     def parser(self, index: int) -> OutputParser | None:
@@ -145,7 +148,7 @@ class ChatDialect:
         logprobs = self._logprobs(delta)
         finish_reason = self._finish_reason(index, delta.finish_reason)
         if message == MessageDelta() and finish_reason is None:
-            message.content = ""  # each step produces a chunk, even without text
+            message.content = ""  # so that each step makes a chunk, even without text
         return ChatChunkChoice(index, message, logprobs, finish_reason)
 
     def choice(self, index: int, delta: TextDelta) -> ChatChoice:
@@ -181,7 +184,8 @@ class ChatDialect:
 
 
 def _parts(delta: TextDelta) -> tuple[Part, ...]:
-    assert isinstance(delta, DividedDelta)  # the dialect has parsers, so this method is called
+    # `parser` never returns None here, so outputs are divided into parts
+    assert isinstance(delta, DividedDelta)
     return delta.parts
 
 
@@ -209,7 +213,7 @@ def note_effort(request: web.Request, body: ChatRequest, field: str) -> None:
     """Report thinking fields as ignored if the model does not think.
 
     Args:
-        field: the client's name for the reasoning effort.
+        field: the client's field with the reasoning effort.
     """
     intake = request[SERVED].intake
     if intake.abilities.parsers.reasoning_parser != NONE:
@@ -230,7 +234,7 @@ async def open_chat(
     received_at: float,
     grammars: Grammars | None = None,
 ) -> tuple[list[Call], ChatDialect]:
-    """Return the checked calls of a chat's outputs, and their dialect.
+    """Check a chat request; return one call per output, and the dialect that writes them.
 
     Args:
         grammars: the Lark grammars of custom tools (`conversation.Grammars`).
@@ -246,7 +250,7 @@ async def open_chat(
     if held is None:
         note_ignored(request, open_formats(body, grammars or {}))
     note_ignored(request, unseen_results(body))
-    intake.admission.check_key(request[PRINCIPAL])  # check this before any expensive work
+    intake.admission.check_key(request[PRINCIPAL])  # cheap checks come before expensive work
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
     prompt = await intake.reader.read(
@@ -293,7 +297,7 @@ async def open_chat(
 
 
 def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
-    """Return the request's limit of output tokens; by default, as many as fit."""
+    """Return how many output tokens a request may have; by default as many as the model allows."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.use_beam_search:
         room = min(room, MAX_BEAM_TOKENS)

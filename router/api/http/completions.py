@@ -31,15 +31,15 @@ from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-# Maximum number of characters of echoed prompts in one response. A client sends a prompt once, but
-# each of up to a hundred outputs echoes it.
+# Maximum number of characters of all echoed prompts in one response. A client sends a prompt once,
+# but each of up to a hundred outputs repeats it.
 MAX_ECHOED_CHARS = 2**23
 
 _Echo = tuple[list[int], str]  # a prompt's token ids and text
 
 
 class CompletionDialect:
-    """Writes the completions of one request.
+    """Writes the outputs of one completions request.
 
     Args:
         calls: one call per output.
@@ -73,11 +73,11 @@ class CompletionDialect:
         return self.choice(index, delta)
 
     def on_delta(self, index: int, delta: TextDelta) -> None:
-        pass  # an output's text arrives with its deltas
+        pass  # nothing to read: the joined delta has the whole text
 
     def choice(self, index: int, delta: TextDelta) -> CompletionChoice:
         echoed_ids, echoed_text = self._echoes[index]
-        self._echoes[index] = ([], "")  # only the first chunk carries the echo
+        self._echoes[index] = ([], "")  # only the first chunk of an output repeats the prompt
         reason = delta.finish_reason
         choice = CompletionChoice(
             index,
@@ -116,7 +116,8 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
     body = await read_body(request, CompletionRequest, options)
     intake, named = request[SERVED].intake, request[SERVED].defaults
     check_stream(body)
-    # The engine always samples a token; the answer omits it.
+    # ``max_tokens=0`` asks for the prompt's logprobs only. The engine samples at least one token,
+    # which the response leaves out.
     scores_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = named.num_tokens(body.max_tokens, DEFAULT_MAX_TOKENS)
     params = sampling_params(
@@ -139,7 +140,7 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
                 add_special_tokens=body.add_special_tokens is not False,
             )
         )
-        # Let other tasks run between prompts, because tokenizing many prompts takes long
+        # Let other tasks run, because tokenizing many prompts takes long.
         await asyncio.sleep(0)
     terms = terms_of(request, body, received_at)
     with as_client_wrote(body):
@@ -161,13 +162,13 @@ async def completions(request: web.Request, options: HttpOptions) -> web.StreamR
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """Return the number of prompt logprobs that the request asks for, or None."""
+    """Return how many logprobs per prompt token the request asks for; None: no logprobs."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((num for num in asked if num is not None), default=None)
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Return the prompts in any form that OpenAI's API allows; raises InvalidRequestError."""
+    """Return a list of prompts from any form that OpenAI allows; raises InvalidRequestError."""
     if isinstance(given, str):
         return [given]
     if not given:
@@ -187,7 +188,7 @@ async def _echoes(
     given: Sequence[str | list[int]],
     body: CompletionRequest,
 ) -> list[_Echo]:
-    """Return each output's echo; raises InvalidRequestError if the echoes are too long."""
+    """Return the prompt that each output repeats; raises InvalidRequestError if too long."""
     echoes: list[_Echo] = []
     n = body.n or 1
     skips_special = body.skip_special_tokens is not False

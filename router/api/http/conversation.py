@@ -32,7 +32,8 @@ from router.intake.parsers.choice import AskedThinking, OutputParsers
 from router.intake.texts import ChatPrompt, check_num_messages
 from router.names.served_name import ServedName
 
-# Budget of thinking tokens by effort level, for models whose template does not know levels.
+# Effort level -> budget of thinking tokens (None: no limit), for models whose template does not
+# know effort levels.
 EFFORT_BUDGETS: dict[str, int | None] = {
     "none": 0,
     "minimal": 512,
@@ -42,14 +43,17 @@ EFFORT_BUDGETS: dict[str, int | None] = {
     "xhigh": None,
     "max": None,
 }
-# Template variables that switch thinking, of Qwen and most others, DeepSeek, and Granite.
+# Variables of chat templates that switch thinking on or off: ``enable_thinking`` in most models
+# (such as Qwen), ``thinking`` in DeepSeek and Granite.
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT_VARIABLES = frozenset(("reasoning_effort", *_SWITCHES))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
 def chat_prompt(request: ChatRequest, named_template: str = "") -> ChatPrompt:
-    """Return the input of the chat template; raises InvalidRequestError.
+    """Return a request's conversation as the input of the chat template.
+
+    Raises InvalidRequestError.
 
     Args:
         named_template: chat template of the served name; empty: the checkpoint's template is used.
@@ -74,7 +78,7 @@ def chat_prompt(request: ChatRequest, named_template: str = "") -> ChatPrompt:
 async def read_chat_prompt(
     request: web.Request, body: ChatRequest, served: ServedName
 ) -> ChatPrompt:
-    """Return the input of the chat template with the files of its images.
+    """Return the input of the chat template, with the image files that messages name.
 
     Raises:
         InvalidRequestError: a message is wrong, the model takes no images, or an image is refused.
@@ -88,12 +92,13 @@ async def read_chat_prompt(
     urls = [(field, _url_of(part, field)) for field, part in found]
     files = await request.app[FETCHER].read_files(urls, reader, request[PRINCIPAL].tenant)
     for _, part in found:
-        part.image_url = None  # a streamed request is kept, and base64 is larger than the file
+        # Frees the base64 text, which is larger than the file, while a stream runs
+        part.image_url = None
     return dataclasses.replace(prompt, images=files)
 
 
 def _template_options(request: ChatRequest) -> dict[str, Any]:
-    """Return the template variables for which the request has separate fields."""
+    """Return the template variables that the request sets by fields of their own."""
     options: dict[str, Any] = {}
     if request.continue_final_message:
         if request.add_generation_prompt:
@@ -113,7 +118,7 @@ def _template_options(request: ChatRequest) -> dict[str, Any]:
 
 
 def takes_effort(template: ChatTemplate | None) -> bool:
-    """Return whether the reasoning effort changes the template's output."""
+    """Return whether a chat template reads the effort, or a switch that the effort sets."""
     return template is not None and not _EFFORT_VARIABLES.isdisjoint(template.variables)
 
 
@@ -121,14 +126,15 @@ def asked_thinking(request: ChatRequest, template: ChatTemplate | None) -> Asked
     """Return the thinking settings of a request; raises InvalidRequestError.
 
     Args:
-        template: the checkpoint's chat template. If the template knows effort levels, a level sets
-            no budget.
+        template: the checkpoint's chat template. If the template reads the effort level, the level
+            sets no budget of thinking tokens.
     """
     budget_tokens, effort = _budget(request), effort_of(request)
     given = request.chat_template_kwargs or {}
     switches = [given[name] for name in _SWITCHES if isinstance(given.get(name), bool)]
     is_on = switches[0] if switches else _is_on(request)
-    # Some clients always send a level, so a level alone does not switch thinking on.
+    # Thinking is forced only if the request switches it on or gives a budget. An effort level alone
+    # forces nothing, because some clients always send one.
     must_think = is_on is True and bool(switches or budget_tokens or _is_enabled(request))
     knows_levels = template is not None and "reasoning_effort" in template.variables
     if budget_tokens is None and effort is not None and not knows_levels:
@@ -150,7 +156,10 @@ def _is_enabled(request: ChatRequest) -> bool:
 
 
 def _budget(request: ChatRequest) -> int | None:
-    """Return the budget of thinking tokens, if the request gives a number."""
+    """Return the budget of thinking tokens that the request gives as a number, or None.
+
+    Raises InvalidRequestError if fields give different budgets.
+    """
     given = {
         "thinking.budget_tokens": request.thinking.budget_tokens if request.thinking else None,
         "reasoning.max_tokens": request.reasoning.max_tokens if request.reasoning else None,
@@ -173,13 +182,13 @@ def effort_of(request: ChatRequest) -> str | None:
 
 
 def effort_field(request: ChatRequest) -> str:
-    """Return the name of the field with the effort level."""
+    """Return the name of the request's field with the effort level, for errors."""
     of_reasoning = request.reasoning is not None and request.reasoning.effort is not None
     return "reasoning.effort" if of_reasoning else "reasoning_effort"
 
 
 def _is_on(request: ChatRequest) -> bool | None:
-    """Return whether the request switches thinking on or off; None: it does neither."""
+    """Return whether the request switches thinking on (True) or off (False); None: neither."""
     if request.thinking is not None:
         return request.thinking.type != "disabled"
     if request.reasoning is not None and request.reasoning.enabled is not None:
@@ -196,8 +205,8 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
 
 
 Grammars = Mapping[str, str]
-"""Lark grammars of tools with one text argument, by tool name; empty: the schema is enough."""
-TEXT_ARGUMENT = "input"  # name of a text tool's only parameter
+"""Lark grammar of each custom tool's text, by tool name; empty: the tool's schema is enough."""
+TEXT_ARGUMENT = "input"  # name of the only parameter of a custom tool
 
 
 def parser_context(
@@ -206,10 +215,11 @@ def parser_context(
     grammars: Grammars | None = None,
     thinking: Thinking | None = None,
 ) -> ParserContext:
-    """Return what the output parsers need to know of the request."""
+    """Return what the parsers of a chat's outputs need to know about the request."""
     tools = {tool.function.name: tool.function.parameters or {} for tool in offered_tools(request)}
     for name, grammar in (grammars or {}).items():
-        if grammar and name in tools:  # in every format, models write the text inside JSON
+        # In every family's format, models write a custom tool's text as a JSON string
+        if grammar and name in tools:
             tools[name] = {"type": "object", "properties": {TEXT_ARGUMENT: {}}}
     num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
     closes_by_token = thinking is not None and thinking.closes_by_token
@@ -218,12 +228,13 @@ def parser_context(
 
 @dataclass(frozen=True, slots=True)
 class HeldOutput:
-    """A constraint on the output of a chat with tools.
+    """A constraint that a chat's tools put on its output.
 
     Attributes:
         output: grammar of the output.
-        is_common_call: whether the grammar allows exactly one call, as a plain JSON object.
-        is_either: whether the grammar allows either an answer or calls.
+        is_common_call: whether the grammar allows exactly one call, as a plain JSON object instead
+            of the form of the model's family.
+        is_either: whether the grammar allows either an answer in the response format, or calls.
         is_free: whether the grammar allows any text before calls.
     """
 
@@ -236,9 +247,9 @@ class HeldOutput:
 def held_output(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars | None = None
 ) -> HeldOutput | None:
-    """Return the constraint that the request's tools put on the output, or None.
+    """Return the constraint that a request's tools put on the output, or None.
 
-    Raises InvalidRequestError.
+    Raises InvalidRequestError if the request asks for a constraint that is not possible.
     """
     held = _forced_calls(request, parsers, grammars or {})
     if held is None:
@@ -251,7 +262,7 @@ def held_output(
 def _forced_calls(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars
 ) -> HeldOutput | None:
-    """Return a constraint to calls if the request forces them, else None.
+    """Return a grammar that allows calls only, or None if the request does not force calls.
 
     Raises InvalidRequestError if the forced tool is not among the tools.
     """
@@ -269,7 +280,8 @@ def _forced_calls(
     if not tools:
         raise InvalidRequestError("tool_choice", "is 'required', but there are no tools")
     functions = [_function(tool, grammars, is_held=True) for tool in tools]
-    # Small models repeat calls, so several calls are allowed only if the request asks for them.
+    # If calls are forced, small models repeat them, so several calls are allowed only if the
+    # request asks for them.
     several = request.parallel_tool_calls is True and not is_named
     grammar, is_common = parsers.forced_calls(functions, several=several)
     return HeldOutput(_grammar_of_calls(grammar), is_common_call=is_common)
@@ -278,9 +290,10 @@ def _forced_calls(
 def _answer_or_calls(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars
 ) -> HeldOutput | None:
-    """Return a constraint to calls or an answer in the response format, or None.
+    """Return a grammar of either calls or an answer in the response format.
 
-    Arguments of ``strict`` functions must fit their schemas.
+    The arguments of ``strict`` functions must fit their schemas. Returns None if the request does
+    not have both tools and a response format.
     """
     tools, answer = offered_tools(request), asked_format(request)
     if request.tool_choice not in (None, "auto") or not tools or answer is None:
@@ -299,7 +312,7 @@ def _answer_or_calls(
 def _text_or_calls(
     request: ChatRequest, parsers: OutputParsers, grammars: Grammars
 ) -> HeldOutput | None:
-    """Return a constraint on calls within text, if a tool has a grammar or is ``strict``.
+    """Return a grammar of text with calls if a tool has a grammar or is ``strict``, else None.
 
     Raises InvalidRequestError if calls of ``strict`` functions cannot be constrained.
     """
@@ -319,7 +332,7 @@ def _text_or_calls(
 
 
 def _grammar_of_calls(grammar: str) -> StructuredOutput:
-    """Return a constraint to this grammar.
+    """Return the grammar of calls as a `StructuredOutput`.
 
     Raises InvalidRequestError if the grammar is too large.
     """
@@ -334,16 +347,16 @@ def _grammar_of_calls(grammar: str) -> StructuredOutput:
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
-    """Name the tools' formats that the model is told but that no grammar enforces."""
+    """Name the custom tools whose formats the model is told, but no grammar enforces."""
     names = (tool.function.name for tool in offered_tools(request))
     return [f"tools.{name}.format" for name in names if name in grammars]
 
 
 def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
-    """Convert a tool for grammars of calls; raises InvalidRequestError.
+    """Convert a tool to the form that grammars of calls need; raises InvalidRequestError.
 
     Args:
-        is_held: whether the call's arguments must fit the schema.
+        is_held: whether the call's arguments must fit the tool's JSON Schema.
     """
     name = tool.function.name
     if grammars.get(name):
@@ -359,7 +372,7 @@ def _function(tool: Tool, grammars: Grammars, *, is_held: bool) -> Function:
 
 
 def _message(message: Message, field: str) -> dict[str, Any]:
-    # Templates do not know OpenAI's newer name for the system role.
+    # Chat templates do not know ``developer``, OpenAI's newer name for the role ``system``.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(message, field)}
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
@@ -381,7 +394,7 @@ def _message(message: Message, field: str) -> dict[str, Any]:
 
 
 def _images_of(messages: Sequence[Message]) -> Iterator[tuple[str, ContentPart]]:
-    """Yield each image with its field, in order."""
+    """Yield each image of the messages with the name of its field, in order."""
     for index, message in enumerate(messages):
         if message.role == "tool" or not isinstance(message.content, list):
             continue
@@ -422,10 +435,10 @@ def _content(message: Message, field: str) -> str | list[dict[str, str]]:
 
 
 def _text(role: str, parts: Sequence[ContentPart], field: str, first: int = 0) -> str:
-    """Join the texts of parts.
+    """Join the texts of a message's parts.
 
     Args:
-        first: index of the first part in its message, for errors.
+        first: index of ``parts[0]`` in the message, for errors.
     """
     texts = []
     for i, part in enumerate(parts, first):
@@ -443,10 +456,10 @@ def _text(role: str, parts: Sequence[ContentPart], field: str, first: int = 0) -
 
 
 def unseen_results(request: ChatRequest) -> list[str]:
-    """Name the kinds of parts, such as images, that the model does not see in tool results.
+    """Name the kinds of parts, such as images, in tool results that the model does not see.
 
-    An agent sends the result again with each later request, so refusing it would end the
-    conversation. Instead, the model is told that a part is not shown.
+    Such a part is no error: an agent sends the result again with each later request, so an error
+    would end the conversation. Instead, the model is told that a part is not shown.
     """
     contents = (message.content for message in request.messages if message.role == "tool")
     parts = (part for content in contents if isinstance(content, list) for part in content)

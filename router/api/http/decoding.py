@@ -1,6 +1,7 @@
 """Decoding: parses JSON bodies into requests, and finds fields that Baton does not know.
 
-A type error becomes one line that names the field. The cost of parsing is limited beforehand.
+A value of a wrong type becomes an error in one line that names the field. Bodies whose parsing
+would take too long are refused before they are parsed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from baton.api.errors import InvalidRequestError
 from router.api.http.schema import REFUSED, Constraint
 
 T = TypeVar("T")
-# Limit of a body's parsing cost: about 0.1 s, which block all other requests. This allows a million
-# token ids, or fifty thousand messages. JSON signs inside strings count, too, so the cost is an
-# upper bound.
+# Maximum cost of parsing one body. This cost takes about 0.1 s, in which the event loop does
+# nothing else. The limit allows a million token ids, or fifty thousand messages. JSON signs inside
+# strings are counted too, so the true cost may be less.
 MAX_READING_COST = 1_500_000
 _COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
@@ -33,16 +34,17 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
-    """Parse a request; also return its fields without effect.
+    """Parse a request's body; also return the names of its fields that have no effect.
 
     Args:
+        kind: the struct of the request's fields.
         strict: whether a field without effect is an error.
 
     Raises InvalidRequestError naming the wrong or unknown field.
     """
     _check_reading_cost(body)
     with _in_one_line(body):
-        # Find where the values end without parsing them.
+        # Split the body into fields, without parsing the fields' values.
         given = _decode_fields(body)
         unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given, kind)]
         if strict and unknown:
@@ -51,15 +53,15 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
 
 
 def prepare_decoding(kind: type) -> None:
-    """Build the tables by which `decode` reads a kind of request, before the first request.
+    """Build msgspec's tables for a kind of request before the first request arrives.
 
-    Reading the annotations of a large request takes about 7 ms.
+    Building them for a large request takes about 7 ms.
     """
     kinds = [kind]
     for one in kinds:
         _known(one)
         kinds += [inner for inner in _objects(one).values() if inner not in kinds]
-    with contextlib.suppress(msgspec.ValidationError):  # a field is missing
+    with contextlib.suppress(msgspec.ValidationError):  # an empty object may lack required fields
         msgspec.json.decode(b"{}", type=kind)
 
 
@@ -70,12 +72,16 @@ def _unknown(given: Mapping[str, msgspec.Raw], kind: type, *, strict: bool) -> I
             continue
         if name in REFUSED and bytes(value) not in _EMPTY:
             raise InvalidRequestError(name, REFUSED[name])
-        if strict or name not in REFUSED:  # an empty value requests nothing
+        # An empty value of a refused field asks for nothing, so it is ignored
+        if strict or name not in REFUSED:
             yield name
 
 
 def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[str]:
-    """Yield unknown fields of nested objects; raise if one of them may constrain outputs."""
+    """Yield unknown fields of the objects inside a request.
+
+    Raises InvalidRequestError for an unknown field of an object that constrains outputs.
+    """
     for name, inner_kind in _objects(kind).items():
         if name not in given or bytes(given[name])[:1] != b"{":
             continue
@@ -93,7 +99,7 @@ def _unknown_within(given: Mapping[str, msgspec.Raw], kind: type) -> Iterator[st
 
 @contextmanager
 def _below(name: str) -> Iterator[None]:
-    """Prefix the fields in errors with the name of the object that contains them."""
+    """Put the name of the containing object before the fields that errors name."""
     try:
         yield
     except InvalidRequestError as error:
@@ -107,7 +113,7 @@ def _known(kind: type) -> frozenset[str]:
 
 @functools.cache
 def _objects(kind: type) -> dict[str, type]:
-    """Return the fields whose values are objects with known fields."""
+    """Return the fields whose values are objects, and the struct of each object's fields."""
     return {
         field.encode_name: one
         for field in msgspec.structs.fields(kind)
@@ -118,7 +124,7 @@ def _objects(kind: type) -> dict[str, type]:
 
 @contextmanager
 def _in_one_line(body: bytes) -> Iterator[None]:
-    """Convert msgspec's errors to InvalidRequestError."""
+    """Convert errors of parsing a body to InvalidRequestError, with a message of one line."""
     try:
         yield
     except msgspec.ValidationError as error:
@@ -149,7 +155,7 @@ def _check_reading_cost(body: bytes) -> None:
 
 
 def _key_before(body: bytes, position: int) -> str:
-    """Return the key whose value most likely contains this position of the body."""
+    """Return the key of the value that most likely contains a byte position of the body."""
     keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
     return keys[-1].decode() if keys else "body"
 

@@ -53,7 +53,7 @@ _TYPES = {
     504: "timeout_error",
 }
 
-# Codes that clients act on: retry later, ask for a key, or give up.
+# Error codes by which clients decide to retry later, to ask for a key, or to give up.
 _CODES = {
     401: "invalid_api_key",
     403: "permission_denied",
@@ -62,7 +62,7 @@ _CODES = {
 }
 
 MESSAGES_PATH = "/v1/messages"
-# Header in which Anthropic's clients look for the request id
+# Header in which Anthropic's client libraries look for the request id.
 MESSAGES_REQUEST_ID_HEADER = "request-id"
 _MESSAGE_TYPES = {
     401: "authentication_error",
@@ -80,7 +80,7 @@ class ApiError(Exception):
     """An error that exists only in HTTP, such as an unknown path.
 
     Args:
-        status: HTTP status.
+        status: HTTP status code.
         code: OpenAI's error code, if there is one.
     """
 
@@ -116,28 +116,28 @@ class MessageErrorBody(msgspec.Struct):
 
 
 def is_of_messages(request: web.BaseRequest) -> bool:
-    """Return whether the request's client uses Anthropic's API."""
+    """Return whether a request is for Anthropic's API, by its path."""
     return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_message(error: BatonError | ApiError) -> str:
-    """Return an error's message as one printable line, which JSON can hold.
+    """Return an error's message as one printable line that can be written as JSON.
 
-    A message may quote a header whose bytes are not UTF-8. aiohttp turns such bytes into
-    surrogates, and no JSON encoder writes surrogates.
+    A message may quote a header whose bytes are not UTF-8. aiohttp turns these bytes into
+    surrogates, which no JSON encoder writes.
     """
     return printable(str(error))
 
 
 def message_error(error: BatonError | ApiError) -> MessageError:
-    """Return an error in the form of Anthropic's API."""
+    """Return an error's object in the form of Anthropic's API."""
     status = status_of(error)
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     return MessageError(_MESSAGE_TYPES.get(status, otherwise), error_message(error))
 
 
 def status_of(error: BatonError | ApiError) -> int:
-    """Return the HTTP status of an error."""
+    """Return the HTTP status code of an error."""
     return error.status if isinstance(error, ApiError) else HTTP_STATUS_OF[status_name(error)]
 
 
@@ -171,14 +171,15 @@ def error_response(request: web.BaseRequest, error: BatonError | ApiError) -> we
     headers = {}
     delay_s = None if isinstance(error, ApiError) else error.retry_delay_s
     if delay_s is not None:
-        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))  # HTTP allows only whole seconds
+        # The header Retry-After allows only whole seconds
+        headers[hdrs.RETRY_AFTER] = str(math.ceil(delay_s))
     if isinstance(error, UnauthenticatedError):
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def known_error(error: Exception) -> BatonError | ApiError:
-    """Return the error to show to the client; unexpected errors are logged."""
+    """Return the error to show to the client; log an unexpected error and hide its text."""
     if isinstance(error, BatonError | ApiError):
         return error
     logger.error("unexpected error in a request", exc_info=error)
@@ -192,14 +193,14 @@ async def error_middleware(request: web.Request, handler: Handler) -> Any:
         return await handler(request)
     except web.HTTPException as error:
         return error_response(request, _of_http(request, error))
-    except ConnectionError:  # the client disconnected and will not read any response
+    except ConnectionError:  # the client has disconnected, so no response can be sent
         return web.Response(status=HTTP_STATUS_OF["CANCELLED"])
-    except Exception as error:  # the only place of this API that catches all errors
+    except Exception as error:  # the only place in the HTTP API that catches every exception
         return error_response(request, known_error(error))
 
 
 def _advice_for(path: str) -> str:
-    """Return advice for a client with a wrong base URL; empty if the path gives no hint."""
+    """Return advice for a client whose base URL looks wrong; empty if the path gives no hint."""
     if path.startswith("/v1/v1/"):
         return "; /v1 stands twice, the client adds one to its base URL"
     if path.startswith("/v1/"):
@@ -208,7 +209,7 @@ def _advice_for(path: str) -> str:
 
 
 def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
-    """Convert aiohttp's own errors: unknown path, wrong method, body too large."""
+    """Convert errors that aiohttp raises: unknown path, wrong method, body too large."""
     if isinstance(error, web.HTTPNotFound):
         problem = f"path: {request.path} does not exist{_advice_for(request.path)}"
         return ApiError(404, problem, code="unknown_url")

@@ -2,7 +2,8 @@
 
     body -> ChatRequest -> a call -> ChatDialect's chunks -> AnswerEvents -> a stream or one answer
 
-Each API of this kind brings its own `AnswerEvents` and `FieldNames`.
+Anthropic's Messages API and OpenAI's Responses API each bring their own `AnswerEvents` and
+`FieldNames`.
 """
 
 from __future__ import annotations
@@ -29,50 +30,52 @@ from router.calls.call import Call
 from router.intake.intake import Intake
 
 FieldNames = Mapping[str, str]
-"""The client's names for fields of a chat request, for errors."""
+"""Field of the chat request -> the field that the client wrote, whose name errors show."""
 
 
 class AnswerEvent(msgspec.Struct):
-    """An event, sent under the name of its type."""
+    """An event of a streamed answer; its ``type`` is also its name in the stream."""
 
     type: str
 
 
 class AnswerEvents(Protocol):
-    """Writes one answer as an API's events while the answer grows."""
+    """Builds one answer step by step, and the events that stream it."""
 
     def first_events(self) -> Iterator[AnswerEvent]:
-        """Return the events to send before the first token's text."""
+        """Return the events that begin the answer, before the first token's text."""
         ...
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[AnswerEvent]:
-        """Return the events of the next part of the answer."""
+        """Return the events for the next ``num_tokens`` tokens of the answer."""
         ...
 
     def last_events(self, reason: str, delta: TextDelta) -> Iterator[AnswerEvent]:
-        """Return the last events. ``reason`` is the chat's finish reason.
+        """Return the events that end the answer.
 
-        ``delta`` has the receipt.
+        Args:
+            reason: the chat's finish reason.
+            delta: the last piece of the output, which has the receipt.
         """
         ...
 
     def fail(self, error: BatonError | ApiError) -> AnswerEvent:
-        """Return the last event of a failed answer."""
+        """Return the event that ends a failed answer."""
         ...
 
     def whole(self) -> Any:
         """Return the whole answer, for requests without ``stream``.
 
-        Raises ApiError if it failed.
+        Raises ApiError if the answer failed.
         """
         ...
 
 
 @contextmanager
 def as_fields(names: FieldNames) -> Iterator[None]:
-    """Rename chat fields in errors to the fields that the client wrote.
+    """Rename fields of the chat request in errors to the fields that the client wrote.
 
-    Indexes of chat messages are dropped, because the client did not write these messages.
+    An index of a chat message is dropped, because the client's messages have other indexes.
     """
     try:
         yield
@@ -91,7 +94,7 @@ def as_fields(names: FieldNames) -> Iterator[None]:
 
 
 def _named(names: FieldNames, field: str) -> str:
-    """Return the client's name for a field of the chat request."""
+    """Return the client's field that became this field of the chat request."""
     for ours, theirs in names.items():
         if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
             return theirs + field[len(ours) :]
@@ -107,9 +110,11 @@ async def answer_in_events(
     make_events: Callable[[Call], AnswerEvents],
     grammars: Mapping[str, str] | None = None,
 ) -> web.StreamResponse:
-    """Answer a chat; `web.middleware` turns raised errors into responses.
+    """Answer a request through a chat; `web.middleware` turns raised errors into responses.
 
     Args:
+        names: the client's names of the chat request's fields, for errors.
+        make_events: makes the writer of the answer's events.
         grammars: the Lark grammars of custom tools (`conversation.Grammars`).
     """
     with as_fields(names):
@@ -127,7 +132,7 @@ async def answer_in_events(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventExchange:
-    """Holds one checked request, and answers it."""
+    """One checked request, which `respond` answers."""
 
     request: web.Request
     intake: Intake
@@ -138,7 +143,7 @@ class EventExchange:
     names: FieldNames
 
     async def respond(self) -> web.StreamResponse:
-        """Run the call and return the response; ends the call if the client disconnects."""
+        """Run the call and return its response; if the client disconnects, end the call."""
         self.request[ENTRY].num_prompt_tokens = len(self.call.prompt_token_ids)
         if self.body.stream:
             return await respond_in_events(self.request, [self.call], self._send, self._fail)
@@ -160,7 +165,10 @@ class EventExchange:
         await stream.end_response()
 
     async def _run(self) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield events from the first token on; an error before becomes an HTTP status."""
+        """Yield the answer's events from the first token on.
+
+        Raises an error that occurs before the first token, so that it becomes an HTTP status.
+        """
         has_begun = False
         with as_fields(self.names), as_client_wrote(self.body):
             stream = self.intake.stream(self.call, self.dialect.parser(0))

@@ -1,4 +1,4 @@
-"""Exchange: one HTTP request from its checked calls to the last byte, for both OpenAI APIs."""
+"""Exchange: answers one checked request, whole or as a stream, for completions and chats."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from router.names.table import NameTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """Options of the HTTP API; see `baton router --help`.
+    """Options of the HTTP API.
 
     Attributes:
-        names: model names that clients may use.
+        names: table of the model names that clients may use.
         strict_fields: whether a field without effect is an error.
     """
 
@@ -51,7 +51,7 @@ class HttpOptions:
 
 
 class Body(Protocol):
-    """A request's fields. Without a model name, the default name applies."""
+    """Fields that every request has. Without a model name, the default name applies."""
 
     @property
     def model(self) -> str | None: ...
@@ -64,18 +64,21 @@ ENTRY = web.RequestKey("entry", AccessEntry)
 SERVED = web.RequestKey("served", ServedName)
 PRINCIPAL = web.RequestKey("principal", Principal)
 BODIES = web.AppKey("bodies", HeldCalls)
-SHORT_BODY_BYTES = 2**16  # shorter bodies are read at once, longer bodies wait for a turn
+# Shorter bodies are read at once; a caller's longer bodies are read in turn
+SHORT_BODY_BYTES = 2**16
 SESSION_ID_HEADER = "X-Session-Id"
 _MAX_SHOWN_CHARS = 100  # maximum number of characters that errors quote from a header
-# Seconds that a body may take, plus the time that its bytes need at the slowest allowed rate.
+# A body may take this many seconds, and in addition the time that its bytes need at the lowest
+# allowed rate.
 BODY_TIMEOUT_S = 10.0
 MIN_BODY_BYTES_PER_S = 64 * 2**10
-# A client that reads nothing for this many seconds after its deadline is disconnected.
+# A client that still has not read its response this many seconds after its deadline is
+# disconnected.
 READ_GRACE_S = 30.0
-# Maximum number of logprobs of a response without stream, over all outputs: building more takes
+# Maximum number of logprobs in a response without stream, over all outputs. Building more takes
 # much memory and blocks the event loop.
 MAX_LOGPROBS_AT_ONCE = 300_000
-# Maximum number of prompt token ids in one response; ids count once per output.
+# Maximum number of prompt token ids in one response. A prompt counts once per output.
 MAX_RETURNED_TOKEN_IDS = 2**20
 
 
@@ -84,8 +87,8 @@ class Dialect(Protocol):
 
     Attributes:
         id_prefix: prefix of response ids.
-        object: value of the field in a whole response.
-        chunk_object: value of the field in a chunk.
+        object: value of the response's field ``object`` without stream.
+        chunk_object: value of the field ``object`` in a chunk of a stream.
     """
 
     id_prefix: str
@@ -93,36 +96,37 @@ class Dialect(Protocol):
     chunk_object: str
 
     def parser(self, index: int) -> OutputParser | None:
-        """Return the parser that divides an output into parts; None: the output is plain text."""
+        """Return the parser that divides this output into parts; None: it is plain text."""
         ...
 
     def chunk(self, index: int, delta: TextDelta) -> Choice:
-        """Return the next piece of an output, even if it does not add any text.
+        """Return the choice of the stream's next chunk, even if the delta adds no text.
 
-        Each piece makes a chunk, because clients measure token times between chunks.
+        Each delta makes a chunk, because clients measure token times between chunks.
         """
         ...
 
     def on_delta(self, index: int, delta: TextDelta) -> None:
-        """Read a piece of an output that is returned whole.
+        """Read the next piece of an output, for a response without stream.
 
-        Reading all pieces at the end would block.
+        Pieces are read as they arrive, because reading all of them at the end would block the event
+        loop.
         """
         ...
 
     def choice(self, index: int, delta: TextDelta) -> Choice:
-        """Return a whole output as a choice, made from its joined deltas."""
+        """Return an output as the choice of a response without stream, from its joined deltas."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Holds one checked request, and answers it.
+    """One checked request, which `respond` answers.
 
     Attributes:
         calls: one call per output, grouped by prompt.
         num_choices: outputs per prompt.
-        prompt_only: whether the client wants information on prompts but no output.
+        prompt_only: whether the client wants its prompts back, with logprobs, but no output.
     """
 
     request: web.Request
@@ -135,7 +139,7 @@ class Exchange:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def respond(self) -> web.StreamResponse:
-        """Run the calls and return the response; ends the calls if the client disconnects."""
+        """Run the calls and return their response; if the client disconnects, end the calls."""
         entry = self.request[ENTRY]
         of_prompts = self.calls[:: self.num_choices]
         entry.num_prompt_tokens = sum(len(call.prompt_token_ids) for call in of_prompts)
@@ -224,9 +228,9 @@ class Exchange:
         return choice
 
     def _add_prompt_ids(self, response: Response) -> None:
-        """Add the prompt's token ids to a chat response.
+        """Add the prompt's token ids to the response of a chat, if the client asks for them.
 
-        In completions, each choice has its own ids.
+        In completions, each choice has the ids of its own prompt.
         """
         if self.body.return_token_ids and isinstance(self.body, ChatRequest):
             response.prompt_token_ids = self.calls[0].prompt_token_ids
@@ -257,7 +261,7 @@ async def respond_in_events(
     send: Callable[[EventStream], Awaitable[None]],
     fail: Callable[[EventStream, BatonError | ApiError], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream the events of a request's calls.
+    """Stream the events of a request's calls, and return the response.
 
     Args:
         send: sends all events.
@@ -266,13 +270,15 @@ async def respond_in_events(
     events = EventStream(request)
     deadline_s = max(call.timeout_s for call in calls)
     try:
-        # Time limit for clients that do not read: the calls' deadlines do not end such a response.
+        # The calls' deadlines do not end a response that the client does not read, so it has a time
+        # limit of its own.
         async with asyncio.timeout(deadline_s + READ_GRACE_S):
             await send(events)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-    except Exception as error:  # catches all errors after streaming began
+    # Every error is caught, because the status is sent already: only an event can report the error.
+    except Exception as error:
         if not events.begun or isinstance(error, ConnectionError):
             raise
         known = known_error(error)
@@ -282,7 +288,7 @@ async def respond_in_events(
 
 
 def terms_of(request: web.Request, body: SamplingRequest, received_at: float) -> Terms:
-    """Return the terms that the client set in body and headers; raises InvalidRequestError."""
+    """Return the terms of a request from its body, headers and key; raises InvalidRequestError."""
     return Terms(
         received_at=received_at,
         session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
@@ -301,7 +307,7 @@ def terms_of(request: web.Request, body: SamplingRequest, received_at: float) ->
 
 
 def check_num_returned(num_token_ids: int) -> None:
-    """Raise InvalidRequestError if prompts have more token ids than a response may return."""
+    """Raise InvalidRequestError if a response would return too many prompt token ids."""
     if num_token_ids > MAX_RETURNED_TOKEN_IDS:
         raise InvalidRequestError(
             "return_token_ids",
@@ -311,7 +317,7 @@ def check_num_returned(num_token_ids: int) -> None:
 
 
 async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
-    """Return the request's fields; store the entry of the model name under `SERVED`.
+    """Return the request's fields; store what its model name maps to under `SERVED`.
 
     Raises:
         InvalidRequestError: a field is wrong.
@@ -325,7 +331,7 @@ async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -
 
 
 async def read_fields(request: web.Request, kind: type[Fields], *, strict: bool) -> Fields:
-    """Return the request's fields; fields without effect are noted.
+    """Return the request's fields; note the fields without effect for the response header.
 
     Args:
         strict: whether a field without effect is an error.
@@ -334,10 +340,12 @@ async def read_fields(request: web.Request, kind: type[Fields], *, strict: bool)
         InvalidRequestError: a field is wrong.
         ApiError: the body is not JSON, or comes too slowly.
     """
-    # Not `request.content_type`: it takes seconds for a header with thousands of semicolons.
+    # `request.content_type` is not used: it takes seconds for a header with thousands of
+    # semicolons.
     content_type, _, _ = request.headers.get(hdrs.CONTENT_TYPE, "no").partition(";")
     if content_type.strip().lower() != "application/json":
-        # This also stops foreign web pages: browsers let them send JSON only after a CORS check.
+        # Insisting on JSON also stops foreign web pages: browsers let them send JSON only after a
+        # CORS check.
         found = content_type.strip()[:_MAX_SHOWN_CHARS]
         raise ApiError(415, f"{hdrs.CONTENT_TYPE}: must be application/json, got {found}")
     raw = await _read_in_turn(request)
@@ -347,7 +355,7 @@ async def read_fields(request: web.Request, kind: type[Fields], *, strict: bool)
 
 
 def check_stream(body: SamplingRequest) -> None:
-    """Raise InvalidRequestError for options that contradict ``stream``."""
+    """Raise InvalidRequestError for fields that are not allowed with this value of ``stream``."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is for stream: true only")
     if body.prompt_logprobs is not None and body.stream:
@@ -355,7 +363,7 @@ def check_stream(body: SamplingRequest) -> None:
 
 
 async def _read_in_turn(request: web.Request) -> bytes:
-    """Return the body; a caller's long bodies are read one after another (`HeldCalls`)."""
+    """Return the request's body; a caller's long bodies are read one after another."""
     if 0 < (request.content_length or 0) <= SHORT_BODY_BYTES:
         return await _read_in_time(request)
     caller = request[PRINCIPAL].name or request.remote or ""
@@ -364,7 +372,7 @@ async def _read_in_turn(request: web.Request) -> bytes:
 
 
 async def _read_in_time(request: web.Request) -> bytes:
-    """Return the body; raises ApiError if it is too large or too slow."""
+    """Return the request's body; raises ApiError if the body is too large or comes too slowly."""
     limit, declared = MAX_CLIENT_MESSAGE_BYTES, request.content_length or 0
     parts, num_bytes = [], 0
     try:
@@ -392,7 +400,10 @@ async def _read_in_time(request: web.Request) -> bytes:
 async def without_output(
     stream: AsyncGenerator[TextDelta, None],
 ) -> AsyncGenerator[TextDelta, None]:
-    """Yield the prompt's information of a one-token output, without the token."""
+    """Yield the delta of a one-token output without its token.
+
+    The delta still has the prompt's logprobs and receipt.
+    """
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
             yield msgspec.structs.replace(
@@ -412,7 +423,7 @@ def _receipt_of(delta: TextDelta) -> Receipt:
 
 
 def list_name(names: NameTable, name: str, principal: Principal) -> ServedName:
-    """Return a name's entry even if no nodes serve it; raises ApiError if the name is unknown."""
+    """Return what a name maps to, even if no nodes serve it; raises ApiError for unknown names."""
     for served in names.served_to(principal):
         if served.name == name:
             return served
@@ -420,7 +431,7 @@ def list_name(names: NameTable, name: str, principal: Principal) -> ServedName:
 
 
 def find_name(names: NameTable, name: str | None, principal: Principal) -> ServedName:
-    """Return the served model of a name; raises ApiError if the name is unknown."""
+    """Return what a name maps to; raises ApiError if the name is unknown."""
     try:
         return names.resolve(name, principal)
     except NotFoundError as error:

@@ -1,6 +1,6 @@
-"""Ignored fields: report request fields without effect, in a header and once each in the log.
+"""Ignored fields: reports request fields without effect in a response header and in the log.
 
-Clients choose the field names, so the length and the number of names are limited.
+Clients choose the field names, so the length and the number of reported names are limited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def note_ignored(request: web.Request, names: Sequence[str]) -> None:
-    """Store the names of fields without effect, for the response header."""
+    """Store the names of fields without effect, which the response's header will report."""
     if names:
         told = (*request.get(IGNORED_FIELDS, ()), *map(_shown, names[:MAX_TOLD]))
         num_more = len(names) - MAX_TOLD
@@ -30,19 +30,19 @@ def note_ignored(request: web.Request, names: Sequence[str]) -> None:
 
 
 def _shown(name: str) -> str:
-    """Return a field name that is safe to write to headers and logs."""
+    """Return a field name, shortened and escaped, so that headers and logs may contain it."""
     name = name[:MAX_NAME_CHARS]
     return name if _PLAIN.fullmatch(name) else "?"
 
 
 class IgnoredFieldsLog:
-    """Logs each name only once, because clients send the same fields with every request."""
+    """Logs the name of an ignored field only once, because clients repeat their fields."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def note(self, names: Sequence[str], request_id: str) -> None:
-        """Log the names that were not logged before."""
+        """Log those field names that were not logged before."""
         new = [name for name in names if name not in self._names]
         if new and len(self._names) < _MAX_REMEMBERED:
             self._names.update(new)

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two forms, with the tokens' texts in place of token ids."""
+"""Logprobs in both of OpenAI's forms, in which tokens are shown by their texts."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from router.api.http.responses import (
 
 
 class TokenTexts:
-    """Looks up the texts of tokens; partial characters become replacement characters.
+    """Looks up the texts of tokens; incomplete characters become replacement characters.
 
     Args:
-        tokenizer: the checkpoint's tokenizer; None: the checkpoint has no tokenizer, and texts read
-            ``token_id:7``.
+        tokenizer: the checkpoint's tokenizer; None: the checkpoint has no tokenizer, and the text
+            of token 7 is ``token_id:7``.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        # Texts already found for this answer: prompts repeat tokens many times.
+        # Texts that were looked up for this answer: tokens repeat many times.
         self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token."""
+        """Return the bytes of a token's text."""
         if self._tokenizer is None:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is special: texts show special tokens only on request."""
+        """Return whether a token is special: texts show it only if the request asks for it."""
         return self._tokenizer is None or token_id in self._tokenizer.special_token_ids
 
     @property
     def pieces(self) -> OutputPieces | None:
-        """The bytes of each token as part of a text; None without a tokenizer."""
+        """The bytes that each token adds to a text; None if there is no tokenizer."""
         if self._tokenizer is None:
             return None
         return self._tokenizer.pieces(self._tokenizer.special_token_ids)
@@ -76,7 +76,7 @@ class TokenTexts:
         """Return logprobs in the form of completions.
 
         Args:
-            offsets: state of the text before these tokens.
+            offsets: knows the text before these tokens, and tells where each token begins.
         """
         found = CompletionLogprobs([], [], [], [])
         for token_id, entry in zip(token_ids, logprobs, strict=True):
@@ -89,7 +89,10 @@ class TokenTexts:
     def prompt(
         self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]
     ) -> list[dict[str, PromptLogprob] | None]:
-        """Return a prompt's logprobs in vLLM's form: by token id, the prompt's own token first."""
+        """Return a prompt's logprobs in vLLM's form.
+
+        Each prompt token has a dictionary by token id; the prompt's own token comes first.
+        """
         found: list[dict[str, PromptLogprob] | None] = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             if entry is None:
@@ -104,7 +107,7 @@ class TokenTexts:
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # If several tokens have the same text, the likeliest token counts.
+            # If several tokens have the same text, keep the most probable one, which comes first.
             by_text.setdefault(self.text(token_id), logprob)
         return by_text
 
@@ -117,12 +120,12 @@ class TextOffsets:
     offset   0      2    2    2    3           3
 
     A token that continues a character begins where that character begins; a token without text
-    begins where the text so far ends.
+    begins where the text before the token ends.
 
     Args:
-        start: where the first token begins.
-        shows_special: whether the text shows special tokens.
-        text: the whole text, if known; it shows which special tokens appear.
+        start: number of characters before the first token.
+        shows_special: whether the text contains special tokens; ignored if ``text`` is given.
+        text: the whole text, to look up which special tokens it contains; empty: unknown.
     """
 
     def __init__(
@@ -135,16 +138,18 @@ class TextOffsets:
         self._text = text
         self._has_begun = False
         self._num_to_strip = pieces.num_stripped if pieces is not None else 0
-        # Each invalid byte counts as many characters as in the detokenizer's text.
+        # Invalid bytes become as many characters as in the detokenizer's text, which depends on
+        # whether the vocabulary has tokens for single bytes.
         has_byte_tokens = pieces is not None and pieces.has_byte_tokens
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        self._is_between = True  # whether the text so far ends between two characters
-        # Number of characters of tokens that consist of whole characters
+        # Whether the text before the next token ends with a complete character
+        self._is_between = True
+        # Number of characters, by token id, of tokens that consist of complete characters.
         self._num_chars_of: dict[int, int] = {}
 
     def next_offset(self, token_id: int) -> int:
-        """Return where the next token begins."""
+        """Return where the next token begins, in characters, and add the token to the text."""
         begins_at = self._num_chars
         if self._is_between and self._has_begun and not self._num_to_strip:
             num_chars = self._num_chars_of.get(token_id)
@@ -165,7 +170,8 @@ class TextOffsets:
         first = self._decoder.decode(shown[:1])
         num_own = 0 if self._decoder.getstate()[0] else 1
         goes_on = 0x80 <= shown[0] < 0xC0 and len(first) < 2
-        # Held bytes that turn out to be invalid appear as replacement characters before this token.
+        # The first bytes of a character that is never completed become replacement characters,
+        # which come before this token.
         num_broken = len(first) - num_own if num_held and not goes_on else 0
         begins_at = self._num_chars + num_broken
         text = first + self._decoder.decode(shown[1:])
@@ -174,7 +180,7 @@ class TextOffsets:
         return begins_at
 
     def _shown_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the text."""
+        """Return the bytes that a token adds to the text; a hidden special token adds none."""
         if self._texts.is_special(token_id):
             spelling = self._texts.text(token_id)
             is_shown = self._shows_special
@@ -191,7 +197,7 @@ class TextOffsets:
         return first or b""
 
     def _num_stripped(self, text: str) -> int:
-        """Return how many characters to strip from the beginning of the next text."""
+        """Return how many leading characters of ``text`` the detokenizer strips."""
         number = 0
         while self._num_to_strip and number < len(text):
             if self._pieces is None or text[number] != self._pieces.stripped:
@@ -205,14 +211,14 @@ class TextOffsets:
 def as_many(
     logprobs: Sequence[TokenLogprobs | None], num_tokens: int
 ) -> Sequence[TokenLogprobs | None]:
-    """Return the logprobs, or one None per token if a node sent no logprobs."""
+    """Return the logprobs; return one None per token if a node sent no logprobs."""
     return logprobs if len(logprobs) == num_tokens else [None] * num_tokens
 
 
 def with_top(
     logprobs: Sequence[TokenLogprobs | None], num_top: int
 ) -> Iterable[TokenLogprobs | None]:
-    """Cut each entry to the requested number of top tokens."""
+    """Yield each token's logprobs with at most ``num_top`` top tokens."""
     for entry in logprobs:
         if entry is None or len(entry.top) <= num_top:
             yield entry
@@ -221,7 +227,7 @@ def with_top(
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Join the logprobs of consecutive tokens."""
+    """Join the logprobs of consecutive tokens into one list per field."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,

@@ -16,7 +16,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Counts of draft tokens that a node computed: accepted and rejected."""
+    """Counts of the draft tokens that a node checked: accepted and rejected."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -26,8 +26,9 @@ class Usage(msgspec.Struct):
     """Token counts of a request. The prompt counts once, even for several outputs.
 
     Attributes:
-        prompt_tokens_details: number of cached tokens; None before the end of the output.
-        completion_tokens_details: counts of drafts; unset before the end, or without drafts.
+        prompt_tokens_details: number of cached prompt tokens; None before the output's end.
+        completion_tokens_details: counts of draft tokens; unset before the output's end, or if
+            there were no drafts.
     """
 
     prompt_tokens: int
@@ -38,7 +39,7 @@ class Usage(msgspec.Struct):
 
 
 class Receipts(msgspec.Struct):
-    """Baton's extension: latency receipts of the choices that have ended, in order."""
+    """Baton's extension: latency receipts of the choices that have ended, in the choices' order."""
 
     receipts: list[Receipt]
 
@@ -48,7 +49,8 @@ class Response(msgspec.Struct, kw_only=True):
 
     Attributes:
         object: kind of response, such as ``"chat.completion.chunk"``.
-        prompt_token_ids, prompt_logprobs: figures of a chat's prompt, if requested.
+        prompt_token_ids, prompt_logprobs: tokens of a chat's prompt and their logprobs, if the
+            request asks for them.
         usage: unset in chunks unless the stream asks for it.
     """
 
@@ -92,7 +94,8 @@ class AssistantMessage(msgspec.Struct):
     """The assistant's message in a response.
 
     Attributes:
-        reasoning_content: the model's thought; ``reasoning`` is its newer name.
+        reasoning_content: the model's reasoning; ``reasoning``, the newer name of the field, has
+            the same text.
     """
 
     content: str | None
@@ -130,7 +133,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Lists with one entry per token; an echo's first prompt token has no logprob."""
+    """Logprobs of a text, one entry per token; the first token of a prompt has no logprob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -142,7 +145,8 @@ class PromptLogprob(msgspec.Struct, gc=False):
     """A prompt token's logprob, as vLLM writes it.
 
     Attributes:
-        rank: rank among the most probable tokens; None if the token is not among those listed.
+        rank: the token's place among the most probable tokens; None if it is not among the
+            listed ones.
     """
 
     logprob: float
@@ -151,7 +155,7 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """Fields that vLLM adds to every kind of choice on request."""
+    """Base class of choices: the fields that vLLM adds to each choice on request."""
 
     token_ids: list[int] | UnsetType = UNSET
 
@@ -215,7 +219,12 @@ class ModelList(msgspec.Struct):
 
 
 def usage_of(receipts: Iterable[Receipt], num_choices: int) -> Usage:
-    """Add up the usage of all outputs, which are grouped by prompt."""
+    """Add up the usage of all outputs of a request.
+
+    Args:
+        receipts: one per output, grouped by prompt.
+        num_choices: number of outputs per prompt; a prompt's tokens count once.
+    """
     prompt_tokens, completion_tokens, cached_tokens = 0, 0, 0
     receipts = list(receipts)
     for index, receipt in enumerate(receipts):
@@ -244,7 +253,10 @@ def _completion_tokens_details(
 
 
 def usage_up_to(num_prompt_tokens: int, delta: TextDelta) -> Usage:
-    """Return the usage of one output up to a delta, by vLLM's rules."""
+    """Return the usage of one output of a stream up to and including a delta.
+
+    Cached tokens and drafts are known only at the last delta.
+    """
     num_tokens = delta.output_index + len(delta.token_ids)
     usage = Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
     if delta.receipt is not None:

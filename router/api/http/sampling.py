@@ -1,4 +1,4 @@
-"""Convert request fields to SamplingParams: OpenAI's defaults, vLLM's names for other fields."""
+"""Convert request fields to SamplingParams, with OpenAI's defaults and vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from router.api.http.schema import ResponseFormat, SamplingRequest, TypedGrammar
 
-TOGETHER = "cannot be together with "  # prefix of errors that name another field
+# Beginning of errors about two fields that exclude each other
+TOGETHER = "cannot be together with "
 # Fields with the same name and meaning in requests and in SamplingParams.
 _SAME = (
     "n",
@@ -45,14 +46,14 @@ def sampling_params(
     """Return the parameters of one output; raises InvalidRequestError.
 
     Args:
-        defaults: values of parameters that the request omits; a beam search has none.
-        structured_output: constraint that replaces ``response_format``: it limits the output to
-            calls, or to calls and an answer.
+        defaults: values of parameters that the request omits; a beam search ignores them.
+        structured_output: constraint that a chat's tools put on the output; replaces the
+            constraint of ``response_format``.
     """
     given: dict[str, Any] = {"temperature": 0} if request.use_beam_search else dict(defaults or {})
     given.update({name: value for name in _SAME if (value := getattr(request, name)) is not None})
     if request.top_k is not None:
-        given["top_k"] = max(request.top_k, 0)  # -1 switches top_k off, too
+        given["top_k"] = max(request.top_k, 0)  # -1 means off, as 0 does
     with as_client_wrote(request):
         return SamplingParams(
             max_tokens=max_tokens,
@@ -65,7 +66,7 @@ def sampling_params(
 
 @contextmanager
 def as_client_wrote(request: SamplingRequest) -> Iterator[None]:
-    """Name the client's own fields in errors about structured outputs and beams."""
+    """Use the client's own field names in errors about structured outputs and beams."""
     try:
         yield
     except InvalidRequestError as error:
@@ -147,7 +148,7 @@ def _only_one(
 
 
 def _asked(request: SamplingRequest) -> dict[str, dict[str, Any]]:
-    """Return the request's fields that constrain outputs, each with its constraint."""
+    """Return each field of the request that constrains outputs, with its constraint."""
     asked: dict[str, dict[str, Any]] = {}
     if request.response_format is not None:
         asked.update(_of_response_format(request.response_format))
@@ -185,7 +186,7 @@ _PLAIN = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-# Types of response_format -> the constraint, and the fields that may hold its value.
+# Type of response_format -> the kind of constraint, and the fields that may hold its value.
 _FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     "json_object": ("json_schema", ("schema", "json_schema", "value")),
     "json_schema": ("json_schema", ("json_schema", "schema", "value")),
@@ -223,7 +224,7 @@ def _of_response_format(given: ResponseFormat) -> dict[str, dict[str, Any]]:
 
 
 def _of_kind(kind: str, value: Any, field: str) -> Any:
-    """Return a value if its type fits the kind of constraint; raises InvalidRequestError."""
+    """Return the value of a constraint if its type fits ``kind``; raises InvalidRequestError."""
     if kind != "json_schema" and not isinstance(value, str):
         raise InvalidRequestError(field, "must be a text")
     return _unwrapped(value) if kind == "json_schema" else value
@@ -232,7 +233,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Any:
 def _unwrapped(schema: Any) -> Any:
     """Return the schema inside OpenAI's wrapper with name and description.
 
-    Return others unchanged.
+    Return a schema without such a wrapper unchanged.
     """
     wrapper = {"name", "schema", "strict", "description"}
     if (

@@ -1,7 +1,7 @@
-"""Fields that clients may send, as structs: OpenAI's, vLLM's and Baton's own.
+"""Fields of request bodies, as structs: OpenAI's, vLLM's and Baton's own.
 
-Other fields have no effect (`router/api/http/decoding.py` finds them). Fields in `REFUSED` are
-errors, because ignoring them would change the answer.
+Fields that no struct has are ignored, except those in `REFUSED`: ignoring them would change the
+answer, so they are errors (see `router/api/http/decoding.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 MAX_SHOWN_CHARS = 256  # maximum number of characters that errors quote from a client
-# Fields of other APIs that change the answer and are not supported.
+# Fields of other APIs that change the answer and are not supported -> the error's text.
 REFUSED = {
     "functions": "is not supported: use tools",
     "bad_words": "is not supported: use banned_token_ids or logit_bias",
@@ -20,7 +20,8 @@ REFUSED = {
     "mcp_servers": "is not supported: give tools",
     "container": "is not supported",
     "prompt_embeds": "is not supported: give texts or token ids",
-    # Fields that constrain outputs in other servers; ignoring one silently would be wrong.
+    # Other servers constrain outputs by these fields. Without the constraint, the answer would be
+    # wrong.
     **dict.fromkeys(
         (
             "response_format", "json_schema", "regex", "grammar", "ebnf", "format", "output_format",
@@ -38,8 +39,9 @@ class StreamOptions(msgspec.Struct):
 
     Attributes:
         include_usage: whether the stream ends with a chunk that has the usage and no choices.
-        continuous_usage_stats: vLLM's field: whether every chunk has the usage so far.
-        include_obfuscation: OpenAI's field; ignored, since it costs bandwidth and hides little.
+        continuous_usage_stats: vLLM's field: whether each chunk has the usage up to this chunk.
+        include_obfuscation: OpenAI's field: whether to pad chunks; ignored, because padding costs
+            bandwidth and hides little.
     """
 
     include_usage: bool | None = None
@@ -48,11 +50,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class Constraint(msgspec.Struct):
-    """Base of objects that constrain outputs; unknown fields in them are errors."""
+    """Base class of objects that constrain outputs; unknown fields of these objects are errors."""
 
 
 class JsonSchema(Constraint):
-    """A named JSON Schema; enforced with or without ``strict``."""
+    """A JSON Schema with a name; enforced whether ``strict`` is true or false."""
 
     name: str = ""
     schema: dict[str, Any] | None = None
@@ -64,13 +66,13 @@ class ResponseFormat(Constraint):
     """A response format in OpenAI's form, or in the forms of other servers.
 
     Attributes:
-        schema: where llama.cpp, Together, Fireworks and the Responses API put the schema; also for
-            ``json_object``.
+        schema: the schema in the form of llama.cpp, Together, Fireworks and the Responses API, for
+            ``json_schema`` and ``json_object``.
         value: the schema or regex in text-generation-inference's form, for ``json``,
             ``json_object`` and ``regex``.
         pattern: the regex in Together's form, for ``regex``.
         grammar: the grammar in Fireworks' form, for ``grammar``.
-        name, description, strict: describe the schema, and have no effect.
+        name, description, strict: accepted without effect.
     """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
@@ -85,10 +87,11 @@ class ResponseFormat(Constraint):
 
 
 class StructuredOutputs(Constraint):
-    """vLLM's structured outputs, by its names.
+    """vLLM's object ``structured_outputs``: a constraint on the output, under vLLM's names.
 
     Attributes:
-        disable_fallback, disable_any_whitespace: vLLM's fields; always in effect here.
+        disable_fallback, disable_any_whitespace: vLLM's fields; accepted without effect, because
+            Baton always does what they ask for.
     """
 
     json: dict[str, Any] | str | None = None
@@ -101,7 +104,7 @@ class StructuredOutputs(Constraint):
 
 
 class TypedGrammar(Constraint):
-    """A constraint on the output in text-generation-inference's form."""
+    """A constraint on the output in the form of text-generation-inference: its type and value."""
 
     type: Literal["json", "json_schema", "regex"]
     value: dict[str, Any] | str
@@ -112,8 +115,8 @@ class SharedFields(msgspec.Struct, kw_only=True):
 
     Attributes:
         cache_salt: vLLM's field: prompts with different salts do not share any cached blocks.
-        session_id: Baton's field: requests of one session share a prefix. (OpenAI's ``user`` may
-            have many sessions.)
+        session_id: Baton's field: requests with the same session id share a prefix, so some
+            routing policies send them to the same nodes.
         priority: vLLM's field: among waiting requests, smaller values go first.
     """
 
@@ -142,12 +145,14 @@ class SamplingRequest(SharedFields, kw_only=True):
     """Fields that completions and chat share. None means that a field is absent.
 
     Attributes:
-        guided_json: older name of ``json`` in ``structured_outputs``, like all ``guided_`` fields.
-        json_schema: a JSON Schema, as llama.cpp and SGLang name it; ``regex`` and ``ebnf`` are
-            SGLang's names.
-        grammar: a grammar, as llama.cpp and text-generation-inference name it.
-        format: Ollama's name of the response format: ``"json"`` or a schema.
-        skip_special_tokens: vLLM's field; False: the text shows special tokens.
+        guided_json: vLLM's older name of ``json`` in ``structured_outputs``; the other ``guided_``
+            fields are older names, too.
+        json_schema: llama.cpp's and SGLang's field: a JSON Schema of the output.
+        regex, ebnf: SGLang's fields: a regex or a grammar of the output.
+        grammar: llama.cpp's and text-generation-inference's field: a grammar of the output.
+        format: Ollama's field: ``"json"``, or a JSON Schema of the output.
+        skip_special_tokens: vLLM's field: whether special tokens are left out of the text; the
+            default is true.
         include_stop_str_in_output: vLLM's field: whether the text includes the stop string that
             ended it.
         return_token_ids: vLLM's field: whether to return the token ids of prompt and output.
@@ -158,7 +163,7 @@ class SamplingRequest(SharedFields, kw_only=True):
         best_of: number of beams; absent: ``n``. Without a beam search, ``best_of`` must equal
             ``n``.
         length_penalty: vLLM's field: exponent of the length in a beam's score; default 1.
-        early_stopping: vLLM's field: condition that ends a beam search (`BeamSearchParams`).
+        early_stopping: vLLM's field: when a beam search ends; see `BeamSearchParams`.
         user: accepted without effect, as are all fields below.
     """
 
@@ -199,7 +204,8 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """Body of ``POST /v1/completions``.
 
     Attributes:
-        add_special_tokens: vLLM's field; False: omit the checkpoint's special tokens.
+        add_special_tokens: vLLM's field: whether a text prompt gets the checkpoint's special tokens
+            (such as BOS); the default is true.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -210,10 +216,10 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
 
 class ImageUrl(msgspec.Struct):
-    """The URL of an image: a data URL, or an http(s) URL of a listed host.
+    """The URL of an image: a data URL, or an http(s) URL of a host that the operator allows.
 
     Attributes:
-        detail: accepted without effect, because each model has one size of images.
+        detail: accepted without effect, because each model resizes images by its own rule.
     """
 
     url: str
@@ -224,7 +230,7 @@ class ContentPart(msgspec.Struct):
     """A part of a message's content: a text or, in a user's message, an image.
 
     Attributes:
-        image_url: the image of a part of type ``image_url``; some clients send the bare URL.
+        image_url: the image of a part of type ``image_url``, as an object or as a bare URL.
     """
 
     type: str
@@ -248,7 +254,7 @@ class ToolCall(msgspec.Struct):
 class Message(msgspec.Struct):
     """One message of a conversation.
 
-    Other fields, which clients copy from responses, are ignored.
+    Unknown fields are ignored, because clients send messages of earlier responses back.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -291,8 +297,8 @@ class ThinkingSwitch(msgspec.Struct):
     """Switches thinking before the answer, with a budget in tokens.
 
     Attributes:
-        type: clients of Anthropic, DeepSeek and Z.ai send this field; ``adaptive`` and
-            ``between_tools`` mean ``enabled``.
+        type: Anthropic's, DeepSeek's and Z.ai's field; ``adaptive`` and ``between_tools`` mean
+            ``enabled``.
     """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -303,7 +309,7 @@ class ReasoningConfig(msgspec.Struct):
     """How much the model thinks: OpenAI's effort level, or OpenRouter's number of tokens.
 
     Attributes:
-        enabled: OpenRouter's field; False means the level ``none``.
+        enabled: OpenRouter's field; false means the effort level ``none``.
     """
 
     effort: str | None = None
@@ -316,12 +322,14 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     Attributes:
         modalities: kinds of output; only text is supported.
-        reasoning_effort: a level, passed to the chat template or turned into a budget.
+        reasoning_effort: the effort level; the chat template gets the level, or, if the template
+            knows no levels, the level becomes a budget of thinking tokens.
         reasoning: the effort level, or a budget in tokens.
         thinking: switches thinking on or off, with a budget in tokens.
-        thinking_token_budget: vLLM's name of the thinking budget in tokens.
-        documents: documents that the chat template inserts.
-        add_generation_prompt: vLLM's field; False: the prompt ends after the last message.
+        thinking_token_budget: vLLM's field: maximum number of thinking tokens.
+        documents: documents that the chat template writes into the prompt.
+        add_generation_prompt: vLLM's field: whether the prompt ends with the beginning of an
+            assistant's message, instead of after the last message.
         continue_final_message: vLLM's field: whether the output continues the last message's text.
         chat_template: vLLM's field: a template that replaces the checkpoint's, if the operator
             allows it.

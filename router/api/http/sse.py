@@ -14,16 +14,18 @@ from router.api.http.errors import ApiError, error_body
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # stops nginx from buffering events
+    "X-Accel-Buffering": "no",  # otherwise nginx would hold events back in a buffer
 }
 _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """Sends events. The first event begins the response; an error before has its own HTTP status.
+    """Sends events as a streamed response.
+
+    The response begins with the first event, so an error before can still have its own HTTP status.
 
     Attributes:
-        response: the response for the request's handler to return.
+        response: the response that the request's handler must return.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -36,7 +38,7 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, event: msgspec.Struct, *, kind: str = "") -> None:
-        """Send an object; wait while the client reads slowly.
+        """Send an object as JSON; if the client reads slowly, wait until it has read.
 
         Args:
             kind: name of the event; empty: the event has no name.
@@ -56,7 +58,7 @@ class EventStream:
         await self.response.write_eof()
 
     async def fail(self, error: BatonError | ApiError) -> None:
-        """Send an error as the last event."""
+        """Send an error as the last event, and end the response."""
         await self._write(b"data: " + error_body(error) + b"\n\n")
         await self.end_response()
 

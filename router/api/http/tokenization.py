@@ -1,4 +1,4 @@
-"""`POST /tokenize`, `/detokenize`: convert texts or chats to token ids and back, like vLLM."""
+"""`POST /tokenize`, `/detokenize`: convert texts or chats to token ids and back, as vLLM does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /tokenize``: a prompt, or messages with their options.
 
     Attributes:
-        add_special_tokens: whether a text gets the checkpoint's special tokens. Messages ignore
-            this field, because templates write special tokens themselves.
+        add_special_tokens: whether a text gets the checkpoint's special tokens. No effect on
+            messages, because chat templates write special tokens themselves.
         return_token_strs: whether to return each token's text.
     """
 
@@ -55,7 +55,7 @@ class Detokenized(msgspec.Struct):
 
 
 async def tokenize(request: web.Request, options: HttpOptions) -> Tokenized:
-    """Answer a request to tokenize; `web.middleware` turns raised errors into responses."""
+    """Answer ``/tokenize``; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, TokenizeRequest, options)
     intake = request[SERVED].intake
     intake.admission.check_key(request[PRINCIPAL])
@@ -72,7 +72,7 @@ async def tokenize(request: web.Request, options: HttpOptions) -> Tokenized:
 
 
 async def detokenize(request: web.Request, options: HttpOptions) -> Detokenized:
-    """Answer a request to detokenize; `web.middleware` turns raised errors into responses."""
+    """Answer ``/detokenize``; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, DetokenizeRequest, options)
     intake = request[SERVED].intake
     intake.admission.check_key(request[PRINCIPAL])

@@ -1,1 +1,1 @@
-"""Files of images in HTTP requests, from data URLs or listed hosts."""
+"""Reads the image files of HTTP requests from data URLs, or from hosts that the operator lists."""

@@ -9,24 +9,25 @@ from baton.api.errors import InvalidRequestError
 from router.intake.images.image_options import ImageOptions
 
 SCHEME = "data:"
-_MAX_HEAD_CHARS = 128  # maximum number of characters of the media type and its parameters
+# Maximum number of characters before the comma: the media type and its parameters
+_MAX_HEAD_CHARS = 128
 _BASE64 = ";base64"
 
 
 def is_data_url(url: str) -> bool:
-    """Return whether a URL is a data URL, which contains its content."""
+    """Return whether a URL is a data URL, which holds the content itself."""
     return url[: len(SCHEME)].lower() == SCHEME
 
 
 def decode_data_url(url: str, field: str, options: ImageOptions, num_before: int) -> bytes:
-    """Return the file in a data URL; its size is checked before decoding.
+    """Return the file in a data URL; check its size before decoding it.
 
     Args:
-        field: the client's field that has the URL.
-        num_before: bytes of the request's images before this one.
+        field: the client's field that has the URL, for errors.
+        num_before: bytes of the images that precede this one in the request.
 
     Raises:
-        InvalidRequestError: the URL is not an image in base64, or is too large.
+        InvalidRequestError: the URL is not an image in base64, or the images are too large.
     """
     head, comma, text = url[len(SCHEME) :].partition(",")
     is_short = bool(comma) and len(head) <= _MAX_HEAD_CHARS

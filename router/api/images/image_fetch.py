@@ -1,7 +1,7 @@
 """ImageFetcher: fetches image files by URL, limited in size, time and number.
 
-A data URL contains its file. Other URLs are fetched from listed hosts, only at the addresses that
-`ImageHosts` has checked. Redirects are not followed.
+A data URL holds its file. Other URLs are fetched only from hosts that the operator lists, at the
+addresses that `ImageHosts` has checked. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.intake.images.image_options import ImageOptions
 from router.intake.images.image_reader import ImageFile, ImageReader
 
 MAX_FETCHES = 16  # maximum number of fetches at once, for all callers together
-# Hosts that never answer must not keep other tenants' images waiting.
+# If hosts never answer, one tenant's fetches must leave room for other tenants' images.
 MAX_FETCHES_OF_CALLER = 8  # maximum number of fetches at once for one tenant
 _PIECE_BYTES = 2**16
 _MAX_HEADER_BYTES = 8_190
@@ -30,7 +30,7 @@ _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-En
 
 
 class _Pinned(AbstractResolver):
-    """Resolves every name to the addresses that were checked before."""
+    """Resolves every host name to the addresses that `ImageHosts` checked for the URL."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
@@ -64,7 +64,7 @@ class ImageFetcher:
         self.options = options or ImageOptions()
         self._hosts = ImageHosts(self.options.image_hosts)
         self._turns = asyncio.Semaphore(MAX_FETCHES)
-        # Tenants whose fetches run or wait.
+        # Turns by tenant. A tenant's entry lives only as long as its fetches run or wait.
         self._turns_of: weakref.WeakValueDictionary[str, asyncio.Semaphore] = (
             weakref.WeakValueDictionary()
         )
@@ -98,7 +98,7 @@ class ImageFetcher:
 
         Args:
             field: the client's field that has the URL, for errors.
-            num_before: bytes of the request's images before this one.
+            num_before: bytes of the images that precede this one in the request.
             caller: the tenant whose request this is.
 
         Raises:
@@ -130,8 +130,10 @@ class ImageFetcher:
             aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # not decompressed: a few bytes could inflate to gigabytes
-                trust_env=False,  # no proxy: it would connect to other addresses
+                # Bodies are not decompressed, because a few bytes could inflate to gigabytes
+                auto_decompress=False,
+                # No proxy, because a proxy would connect to addresses that were not checked
+                trust_env=False,
                 max_line_size=_MAX_HEADER_BYTES,
                 max_field_size=_MAX_HEADER_BYTES,
             ) as session,

@@ -2,7 +2,8 @@
 
     URL -> the HTTP client's own parser -> a listed host -> all its addresses
 
-A host name is resolved once. Every address must be public or listed. Opens no connection.
+A host name is resolved once, so that the checked addresses are those that the fetch connects to.
+Every address must be public or listed. `ImageHosts` opens no connection.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from baton.api.errors import ConfigError, InvalidRequestError
 ANY_HOST = "*"
 MAX_URL_CHARS = 2_048
 _PORTS = {"http": 80, "https": 443}
-# The only accepted form of URLs: ASCII, no user, no backslash, no blank. So no two parsers can read
-# a URL differently.
+# The only accepted form of URLs: ASCII without user name, backslash or blank, so that no two
+# parsers read a URL differently.
 _PLAIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(?:[/?][!-\[\]-~]*)?")
-# An entry of the list: a name or an address, with an optional port.
+# A listed host: a name or an address, with an optional port.
 _HOST = re.compile(r"(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_MAX_LOOKUPS = 4  # threads that resolve host names
+_MAX_LOOKUPS = 4  # maximum number of threads that resolve host names
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -42,7 +43,7 @@ class PinnedUrl:
 
 
 class ImageHosts:
-    """The hosts that an operator lists.
+    """The hosts from which an operator allows images to be fetched.
 
     Args:
         listed: the allowed hosts, addresses and networks, separated by commas.
@@ -52,7 +53,7 @@ class ImageHosts:
     """
 
     def __init__(self, listed: str) -> None:
-        self._names: set[str] = set()  # "host" or "host:port"
+        self._names: set[str] = set()  # listed names, as "host" or "host:port"
         self._networks: list[Network] = []
         self._takes_any = False
         self._threads = ThreadPoolExecutor(_MAX_LOOKUPS, "image-hosts")
@@ -60,7 +61,7 @@ class ImageHosts:
             self._add(entry)
 
     def __bool__(self) -> bool:
-        """Return whether any URL may be fetched."""
+        """Return whether any host is listed, so that some URLs may be fetched."""
         return self._takes_any or bool(self._names) or bool(self._networks)
 
     def _add(self, entry: str) -> None:
@@ -92,7 +93,8 @@ class ImageHosts:
         parsed = self._checked(url, field)
         host, port = parsed.raw_host or "", parsed.port or 0
         try:
-            # Not in the event loop's own threads, because a lookup may take long.
+            # A thread pool of its own, because a lookup may take long and would hold up other users
+            # of the event loop's threads.
             found = await asyncio.get_running_loop().run_in_executor(
                 self._threads, _look_up, host, port
             )
@@ -106,7 +108,7 @@ class ImageHosts:
         return PinnedUrl(parsed, addresses)
 
     def _checked(self, url: str, field: str) -> URL:
-        """Return the parsed URL of a listed host; raises InvalidRequestError."""
+        """Parse a URL; raises InvalidRequestError if it is malformed or its host is not listed."""
         if len(url) > MAX_URL_CHARS or not _PLAIN.fullmatch(url):
             raise InvalidRequestError(
                 field,
@@ -135,7 +137,7 @@ class ImageHosts:
         return self._takes_any or host in self._names or self._has_address(host)
 
     def _has_address(self, host: str) -> bool:
-        """Return whether a host is an address of a listed network."""
+        """Return whether a host is written as an address that lies in a listed network."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
@@ -143,7 +145,7 @@ class ImageHosts:
         return any(address in network for network in self._networks)
 
     def _may_connect(self, text: str) -> bool:
-        """Return whether an address, and each address embedded in it, is public or listed."""
+        """Return whether an address and all addresses embedded in it are public or listed."""
         try:
             address = ipaddress.ip_address(text.partition("%")[0])
         except ValueError:
@@ -159,7 +161,7 @@ def _look_up(host: str, port: int) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-# NAT64: the last 32 bits are an IPv4 address.
+# Prefix of NAT64 addresses, whose last 32 bits are an IPv4 address.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # The range of public IPv6 hosts. Python's `is_global` accepts more, such as site-local addresses
 # and the NAT64 prefixes that a site chooses for itself (RFC 8215).
@@ -173,7 +175,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:
-    """Yield an address, and the IPv4 addresses to which gateways would translate it."""
+    """Yield an address, and the IPv4 addresses to which a gateway would translate it."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
         return

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: OpenAI's Responses API on top of chats; stores nothing."""
+"""`POST /v1/responses`: OpenAI's Responses API, answered by chat requests; stores nothing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from router.api.openai_responses.request import FIELD_NAMES, ResponsesRequest, c
 from router.api.openai_responses.tools import OfferedTools, read_tools
 from router.calls.call import Call
 
-_STATUS = {"length": "incomplete", "abort": "failed"}  # all other finish reasons mean completed
+# With any other finish reason, the answer is completed
+_STATUS = {"length": "incomplete", "abort": "failed"}
 _CUT_SHORT = {"code": "server_error", "message": "the output was cut short on a node"}
 
 
 class ResponseEvents:
-    """Builds the events of one answer, numbered from 0."""
+    """Builds the events that stream one answer; events are numbered from 0."""
 
     def __init__(self, head: ResponseHead, offered: OfferedTools) -> None:
         self._head = head
@@ -69,7 +70,7 @@ class ResponseEvents:
 
 
 async def responses(request: web.Request, options: HttpOptions) -> web.StreamResponse:
-    """Answer a request; `web.middleware` turns raised errors into responses."""
+    """Answer a Responses request; `web.middleware` turns raised errors into responses."""
     received_at = request[ENTRY].began_at
     given = await read_body(request, ResponsesRequest, options)
     if given.store:

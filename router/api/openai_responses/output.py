@@ -1,4 +1,4 @@
-"""Outputs of the Responses API: an answer as items, with the events of their growth.
+"""Outputs of the Responses API: an answer as items, and the events that tell how items grow.
 
 deltas of a chat -> Items -> items of the answer, and events of a stream
 """
@@ -90,7 +90,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class Event(AnswerEvent, omit_defaults=True):
-    """An event of a stream; its type decides which fields are present."""
+    """An event of a streamed answer; the event's type decides which fields are present."""
 
     sequence_number: int = -1
     response: dict[str, Any] | None = None
@@ -116,8 +116,8 @@ class Items:
         offered: tools that the model may call.
 
     Attributes:
-        items: all items so far.
-        num_reasoning_tokens: tokens of steps that gave only reasoning.
+        items: all items that have begun; the last one may be open.
+        num_reasoning_tokens: number of tokens of the steps that gave only reasoning.
     """
 
     def __init__(self, offered: OfferedTools | None = None) -> None:
@@ -125,11 +125,11 @@ class Items:
         self.items: list[Item] = []
         self.num_reasoning_tokens = 0
         self._is_open = False
-        self._parts: list[str] = []  # text of the open item
+        self._parts: list[str] = []  # pieces of text of the open item
         self._call_index = -1
 
     def push(self, message: MessageDelta, num_tokens: int) -> Iterator[Event]:
-        """Add the next part of the answer."""
+        """Add the next ``num_tokens`` tokens of the answer; yield the events for them."""
         if message.reasoning_content:
             if not (message.content or message.tool_calls):
                 self.num_reasoning_tokens += num_tokens
@@ -144,8 +144,8 @@ class Items:
             yield from self._push_call(call)
 
     def end_answer(self, status: str) -> Iterator[Event]:
-        """End the answer."""
-        if not self.items:  # an answer needs a message, even an empty one
+        """Close the open item with a status; yield the events for it."""
+        if not self.items:  # an answer must have a message, even if the message is empty
             yield from self._begin_text(MessageItem)
         yield from self._close(status)
 
@@ -170,7 +170,8 @@ class Items:
         if call.function.arguments:
             self._parts.append(call.function.arguments)
             if isinstance(self.items[-1], CustomCallItem):
-                return  # text inside JSON; parsed at the end of the call
+                # A custom tool's text arrives as JSON, which can be parsed only at the call's end
+                return
             yield self._event(
                 "response.function_call_arguments.delta", delta=call.function.arguments
             )
@@ -225,7 +226,7 @@ class Items:
         return f"response.{kind}"
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """Make an event of the open item."""
+        """Make an event about the open item."""
         return Event(kind, output_index=self._index, item_id=self.items[-1].id, **fields)
 
     def _text_event(self, kind: str, **fields: Any) -> Event:
@@ -238,22 +239,22 @@ class Items:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input text of a custom tool's call, or the raw arguments without input text."""
+    """Return the text in a custom tool's call; return the raw arguments if they have no text."""
     found = read_arguments(arguments).get(INPUT)
     return found if isinstance(found, str) else arguments
 
 
 def _copy(item: Item) -> Item:
-    """Copy an item, so that later changes do not affect an event."""
+    """Copy an item for an event, because the item changes while the answer grows."""
     return msgspec.structs.replace(item)
 
 
 class ResponseHead:
-    """Holds the fields of the request that every response object repeats.
+    """Fields of the request that every response object repeats.
 
     Args:
-        request_id: id of the request, from which the answer's id is made.
-        params: the sampling parameters, defaults included.
+        request_id: id of the request; the answer's id is made from it.
+        params: the sampling parameters, with defaults for those that the request omits.
     """
 
     def __init__(self, request: ResponsesRequest, request_id: str, params: SamplingParams) -> None:
@@ -294,7 +295,7 @@ class ResponseHead:
         usage: ResponseUsage | None = None,
         error: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Return the response object with a status."""
+        """Return the response object with this status and these items."""
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self._fields,
@@ -314,7 +315,7 @@ def _format_of(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def response_usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
-    """Convert a chat's usage."""
+    """Convert a chat's usage to the form of the Responses API."""
     details = usage.prompt_tokens_details
     return ResponseUsage(
         usage.prompt_tokens,

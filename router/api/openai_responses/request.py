@@ -32,14 +32,14 @@ from router.intake.texts import check_num_messages
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ITEMS = "message, function_call, function_call_output or reasoning"
-# Items of tools that OpenAI runs, and of data that OpenAI stores.
+# Types of items that are left out: items of tools that OpenAI runs, or of data that OpenAI stores.
 _ELSEWHERE = {
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "computer_call", "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request",
     "mcp_approval_response", "tool_search_call", "tool_search_output", "compaction",
     "ghost_snapshot",
 }  # fmt: skip
-# Chat request fields -> the client's field names, for errors.
+# Field of the chat request -> the client's field, whose name errors show.
 FIELD_NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -67,7 +67,7 @@ class ItemPart(msgspec.Struct):
 class InputItem(msgspec.Struct):
     """One item of the conversation; the item's type decides which fields are present.
 
-    Other fields from earlier answers, such as ids, are ignored.
+    Unknown fields, such as ids of earlier answers' items, are ignored.
     """
 
     type: str = "message"
@@ -87,7 +87,8 @@ class ToolChoice(msgspec.Struct):
     """The client's choice of a tool, or of several tools.
 
     Attributes:
-        mode, tools: fields of a choice of type ``allowed_tools``.
+        mode, tools: present if the type is ``allowed_tools``: whether the model must call a tool,
+            and the tools that it may call.
     """
 
     type: str = "function"
@@ -98,7 +99,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class TextFormat(Constraint):
-    """OpenAI's way to ask for JSON; a schema's fields are inlined."""
+    """OpenAI's way to ask for JSON; the fields of a JSON Schema are fields of this object."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -118,7 +119,7 @@ class ResponsesRequest(SharedFields, kw_only=True):
         previous_response_id, conversation, prompt: refused, because they refer to stored data.
         background: True is refused, since an answer cannot be fetched later.
         store: always treated as False.
-        user: accepted without effect, as are the fields down to ``prompt_cache_retention``.
+        user: accepted without effect, as are all fields from here to ``prompt_cache_retention``.
         chat_template_kwargs: works as in chat completions.
     """
 
@@ -148,10 +149,10 @@ _STORED = ("previous_response_id", "conversation", "prompt")
 
 
 def chat_request(request: ResponsesRequest, offered: OfferedTools | None = None) -> ChatRequest:
-    """Return the equivalent chat request; raises InvalidRequestError.
+    """Convert a Responses request to the equivalent chat request; raises InvalidRequestError.
 
     Args:
-        offered: the request's tools; None: read them from the request.
+        offered: the request's tools, if the caller has read them already.
     """
     offered = read_tools(request.tools) if offered is None else offered
     for name in _STORED:
@@ -192,7 +193,7 @@ def _messages(request: ResponsesRequest) -> list[Message]:
 
 
 def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
-    """Add a message, or add an item to the assistant's last message."""
+    """Add an item of the conversation to the messages, as a new message or to the last one."""
     match item.type:
         case "message":
             if item.role is None:
@@ -205,7 +206,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
                 messages.append(Message(role=item.role, content=content))
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else None
-            # Other servers may send encrypted reasoning without text.
+            # Reasoning from other servers may be encrypted, without any text.
             if text := "\n".join(_texts(parts or item.summary or [], f"{field}.content")):
                 messages.append(Message(role="assistant", reasoning_content=text))
         case "function_call" | "custom_tool_call" | "local_shell_call":
@@ -216,7 +217,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
             content = _output(item.output, f"{field}.output")
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         case other if other in _ELSEWHERE:
-            pass  # the next message has the call's result
+            pass  # left out, because the next message contains the result
         case other:
             raise InvalidRequestError(
                 f"{field}.type", f"must be {_ITEMS}, got {other[:MAX_SHOWN_CHARS]!r}"
@@ -224,7 +225,7 @@ def _add_item(messages: list[Message], item: InputItem, field: str) -> None:
 
 
 def _add_call(messages: list[Message], item: InputItem, field: str) -> None:
-    """Add a tool call to the assistant's last message."""
+    """Add a tool call to the last message, or to a new one if the last is not the assistant's."""
     name, arguments = item.name, item.arguments or ""
     if item.type == "custom_tool_call":
         arguments = msgspec.json.encode({INPUT: item.input or ""}).decode()
@@ -244,7 +245,7 @@ def _add_call(messages: list[Message], item: InputItem, field: str) -> None:
 
 
 def _open_turn(messages: list[Message]) -> Message | None:
-    """Return the last message if it is the assistant's, to add items to it; else None."""
+    """Return the last message if it is the assistant's, so that items can be added; else None."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 
@@ -267,7 +268,10 @@ def _part(part: ItemPart, field: str) -> ContentPart:
 
 
 def _output(output: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
-    """Return a tool's result; parts other than texts keep their type (see `unseen_results`)."""
+    """Convert a tool's result for a chat message.
+
+    Parts that are not texts keep only their type, so that `unseen_results` can name them.
+    """
     if not isinstance(output, list):
         return _content(output, field)
     return [
@@ -296,7 +300,7 @@ def _text(part: ItemPart, field: str) -> str:
 def _chosen(
     choice: Literal["none", "auto", "required"] | ToolChoice | None, offered: OfferedTools
 ) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
-    """Return the tools that the model may call, and the tool choice."""
+    """Return the tools that the chat offers, and the chat's tool choice."""
     if not isinstance(choice, ToolChoice):
         return offered.tools, choice
     if choice.type in ("function", "custom"):

@@ -1,9 +1,9 @@
 """Convert tools of the Responses API to functions that a chat can offer to the model.
 
 function   -> a function
-custom     -> a function with one text, ``input``. A regex becomes the text's pattern; a Lark
-              grammar constrains the text when the model calls the tool
-namespace  -> its functions, named after the namespace and the function
+custom     -> a function with one text parameter, ``input``. A regex becomes the text's pattern; a
+              Lark grammar constrains the text when the model calls the tool
+namespace  -> the functions in it, each named after the namespace and the function
 all others -> dropped: OpenAI runs them, or only clients for certain models use them
 """
 
@@ -19,8 +19,8 @@ from baton.api.errors import InvalidRequestError
 from router.api.http.conversation import TEXT_ARGUMENT
 from router.api.http.schema import Function, Tool
 
-INPUT = TEXT_ARGUMENT  # name of a custom tool's only parameter
-_BETWEEN = "__"  # separates namespace and name
+INPUT = TEXT_ARGUMENT  # name of the only parameter of a custom tool's function
+_BETWEEN = "__"  # stands between the namespace and the function's name
 
 
 class ToolFormat(msgspec.Struct):
@@ -36,7 +36,7 @@ class ResponsesTool(msgspec.Struct):
 
     Attributes:
         format: form of a custom tool's input; None: any text.
-        tools: members of a namespace.
+        tools: the tools in a namespace.
     """
 
     type: str
@@ -53,12 +53,12 @@ class OfferedTools:
     """A request's tools as functions of a chat, and how to convert their calls back.
 
     Attributes:
-        tools: functions; None: the request gives no tools.
+        tools: the functions that the chat offers; None: the request has no tools.
         custom: names of custom tools.
         grammars: Lark grammars of custom tools' texts, by tool name; "": only the pattern
             constrains the text.
-        namespaces: (namespace, name) of each function, by the name that the model sees.
-        dropped: names of tools without effect, for the response header.
+        namespaces: namespace and own name of a function, by the name that the model sees.
+        dropped: names of the dropped tools, for the response header.
     """
 
     tools: list[Tool] | None = None
@@ -73,7 +73,7 @@ class OfferedTools:
 
 
 def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
-    """Read a request's tools; raises InvalidRequestError."""
+    """Convert a request's tools to functions for a chat; raises InvalidRequestError."""
     if given is None:
         return OfferedTools()
     tools: list[Tool] = []
@@ -104,7 +104,7 @@ def read_tools(given: Sequence[ResponsesTool] | None) -> OfferedTools:
 
 
 def _each(given: Sequence[ResponsesTool]) -> list[tuple[str, ResponsesTool, str]]:
-    """List tools with their field paths in the request and their namespaces."""
+    """List each tool with its field in the request, for errors, and its namespace."""
     found: list[tuple[str, ResponsesTool, str]] = []
     for index, tool in enumerate(given):
         where = f"tools[{index}]"

@@ -16,7 +16,7 @@ class ClassifyRequest(PooledFields, kw_only=True):
 
 
 class ClassifiedObject(msgspec.Struct):
-    """One input's most probable label, and the probabilities of all labels."""
+    """The most probable label of one input, and the probabilities of all labels."""
 
     index: int
     label: str

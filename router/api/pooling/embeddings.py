@@ -18,7 +18,8 @@ from router.api.pooling.shared import (
     respond,
 )
 
-# Kinds of inputs in the APIs of Cohere, Voyage, NVIDIA and Jina -> the checkpoint's prompt names.
+# ``input_type`` or ``task`` in the APIs of Cohere, Voyage, NVIDIA and Jina -> name of the
+# checkpoint's prompt.
 _PROMPT_OF_TYPE = {
     "search_query": "query",
     "search_document": "document",
@@ -32,13 +33,14 @@ class EmbeddingRequest(PooledFields, kw_only=True):
     """Body of ``POST /v1/embeddings``.
 
     Attributes:
-        dimensions: how many numbers of each embedding to keep; the rest is normalized again.
+        dimensions: number of leading values of each embedding to keep; the shortened embedding
+            is normalized again.
         prompt_name: Baton's field: name of the checkpoint's prompt to put before each text; empty:
             no prompt.
-        input_type: other APIs' field: ``query`` or ``document``; ignored if the checkpoint has no
-            such prompt.
-        task: Jina's name of ``input_type``.
-        embedding_type: Jina's name of ``encoding_format``.
+        input_type: other APIs' field: whether the inputs are queries or documents. Selects the
+            checkpoint's prompt for them, if the checkpoint has one.
+        task: Jina's name of the field ``input_type``.
+        embedding_type: Jina's name of the field ``encoding_format``.
         output_dtype, embed_dtype: Voyage's and vLLM's fields: data type of the numbers.
         normalized, normalize: Jina's and vLLM's fields: whether embeddings have length 1.
     """

@@ -23,7 +23,7 @@ from router.api.pooling.shared import (
 )
 
 _VERSION_2 = "/v2/"
-_UNIT_DOCUMENTS = 100  # number of documents in one of Cohere's search units
+_UNIT_DOCUMENTS = 100  # Cohere counts usage in search units of this many documents
 
 
 class Document(msgspec.Struct):
@@ -49,7 +49,7 @@ class RerankRequest(PooledFields, kw_only=True):
 
 
 class RankedObject(msgspec.Struct):
-    """One document's result."""
+    """The score of one document, and the document's index in the request."""
 
     index: int
     relevance_score: float
@@ -65,14 +65,14 @@ class BilledUnits(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """Cohere's usage figures of a request."""
+    """The usage of a request, in the form of Cohere's API."""
 
     api_version: ApiVersion
     billed_units: BilledUnits
 
 
 class RerankResponse(msgspec.Struct, kw_only=True):
-    """The results, best first, with the figures of both APIs."""
+    """The results, best first, with the usage fields of Cohere's and Jina's APIs."""
 
     id: str
     model: str

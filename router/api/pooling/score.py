@@ -14,7 +14,7 @@ class ScoreRequest(PooledFields, kw_only=True):
     """Body of ``POST /v1/score``: queries and documents, under either of vLLM's names.
 
     Attributes:
-        queries, text_1: one text for all documents, or one for each.
+        queries, text_1: one text for all documents, or one text per document.
         instruction: Baton's field: the task in words, for rerankers.
     """
 
@@ -26,7 +26,7 @@ class ScoreRequest(PooledFields, kw_only=True):
 
 
 class ScoreObject(msgspec.Struct):
-    """One pair's score."""
+    """The score of one pair of a query and a document."""
 
     index: int
     score: float

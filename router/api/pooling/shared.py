@@ -1,4 +1,4 @@
-"""Shared code of all paths of pooled requests: fields, terms, usage, and responses in pieces."""
+"""Code that all paths of pooled requests share: fields, terms, usage, and responses in pieces."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class PooledFields(msgspec.Struct, kw_only=True):
 
     Attributes:
         model: a served name; None: the first name that the caller may use.
-        cache_salt, session_id, priority, include_receipt: as in other requests.
+        cache_salt, session_id, priority, include_receipt: as in `http.schema`.
         user: accepted without effect.
-        use_activation, activation: vLLM's fields: whether logits become probabilities or scores.
+        use_activation, activation: vLLM's fields: whether an activation function turns the
+            model's logits into probabilities or scores.
         add_special_tokens: vLLM's field: whether texts get the checkpoint's special tokens.
         late_chunking: Jina's field: whether the inputs are chunks of one text.
     """
@@ -50,7 +51,7 @@ class PooledFields(msgspec.Struct, kw_only=True):
 
 
 class PooledUsage(msgspec.Struct):
-    """Token counts of a request's inputs; nothing is generated."""
+    """Token counts of a pooled request: only its inputs have tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -59,7 +60,7 @@ class PooledUsage(msgspec.Struct):
 
 
 class PooledResponse(msgspec.Struct, kw_only=True):
-    """A response with one item per input; ``data`` is encoded already."""
+    """A response with one item per input; ``data`` is the list of items, encoded as JSON."""
 
     id: str
     object: str
@@ -71,7 +72,7 @@ class PooledResponse(msgspec.Struct, kw_only=True):
 
 
 def pooled_requests(request: web.Request, body: PooledFields) -> PooledRequests:
-    """Return the pooled requests of the served model, with the client's terms.
+    """Return the served model's `PooledRequests`, with the client's terms.
 
     Raises InvalidRequestError for a field whose value is not supported.
     """
@@ -91,7 +92,11 @@ def pooled_requests(request: web.Request, body: PooledFields) -> PooledRequests:
 
 
 def check_only(body: PooledFields, **served: bool) -> None:
-    """Raise InvalidRequestError if a field has a value other than the only supported one."""
+    """Raise InvalidRequestError if a field has another value than the only supported one.
+
+    Args:
+        served: the only supported value of each field; a field may also be absent.
+    """
     for name, value in served.items():
         if getattr(body, name) not in (None, value):
             raise InvalidRequestError(name, f"must be {str(value).lower()} or absent")
@@ -124,7 +129,7 @@ async def respond(
 
 
 async def encode_items(items: Iterable[msgspec.Struct]) -> msgspec.Raw:
-    """Return items as a JSON list; let other tasks run between them."""
+    """Encode items as a JSON list, one at a time; let other tasks run in between."""
     parts = []
     for item in items:
         parts.append(msgspec.json.encode(item))
@@ -133,7 +138,7 @@ async def encode_items(items: Iterable[msgspec.Struct]) -> msgspec.Raw:
 
 
 def usage_of(pooled: Pooled[Any]) -> PooledUsage:
-    """Return the token counts of a request."""
+    """Return the token counts of a pooled request."""
     num_tokens = pooled.num_prompt_tokens
     details = PromptTokensDetails(pooled.num_cached_tokens)
     return PooledUsage(num_tokens, num_tokens, prompt_tokens_details=details)
@@ -145,7 +150,7 @@ def receipts_of(body: PooledFields, pooled: Pooled[Any]) -> Receipts | UnsetType
 
 
 def as_base64(vector: array[float]) -> str:
-    """Return the numbers as OpenAI's API does: little-endian float32 in base64."""
+    """Encode an embedding as OpenAI's API does: little-endian float32 in base64."""
     if sys.byteorder == "big":
         vector = vector[:]
         vector.byteswap()
@@ -153,7 +158,7 @@ def as_base64(vector: array[float]) -> str:
 
 
 def inputs_of(given: Texts, field: str = "input") -> list[str | list[int]]:
-    """Return the inputs in any form that OpenAI's API allows; raises InvalidRequestError."""
+    """Return a list of inputs from any form that OpenAI allows; raises InvalidRequestError."""
     if isinstance(given, str):
         return [given]
     token_ids = [item for item in given if isinstance(item, int)]

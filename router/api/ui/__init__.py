@@ -1,1 +1,1 @@
-"""The status page: the router's fleet and requests as HTML. Read-only."""
+"""The status page, which shows the router's nodes and requests as HTML and changes nothing."""

@@ -1,4 +1,4 @@
-"""Small SVG pictures with text labels; the style sheet sets their colours."""
+"""Small SVG drawings for the status page, with text labels; the style sheet sets the colours."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WIDTH, _HEIGHT = 240.0, 40.0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's life; times are seconds since its arrival.
+    """One stage of a request, as a piece of its time line; times are seconds since its arrival.
 
     Attributes:
-        kind: class in the style sheet, which sets the colour.
+        kind: style class of the stage, which sets its colour.
     """
 
     kind: str
@@ -31,7 +31,11 @@ class Span:
 
 
 def sparkline(values: Sequence[float], what: str) -> Markup:
-    """Draw the history of a figure, with the last value at the right edge."""
+    """Draw a curve of a figure's values over time, with the last value at the right edge.
+
+    Args:
+        what: name of the figure, for the label.
+    """
     top = max([*values, 1e-9])
     if len(values) < 2:
         points = f"0,{_HEIGHT:g} {_WIDTH:g},{_HEIGHT:g}"
@@ -50,7 +54,9 @@ def meter(share: float, what: str, *, kind: str = "") -> Markup:
     """Draw how full something is, as a bar.
 
     Args:
-        kind: style class for figures that may be high; empty: high shares are shown as a warning.
+        share: the full part, from 0 to 1.
+        what: name of the thing, for the label.
+        kind: style class of the bar; empty: a high share gets a warning colour.
     """
     share = min(max(share, 0.0), 1.0)
     level = kind or ("high" if share >= 0.9 else "middle" if share >= 0.7 else "low")
@@ -62,7 +68,7 @@ def meter(share: float, what: str, *, kind: str = "") -> Markup:
 
 
 def waterfall(spans: Sequence[Span], scale_s: float) -> Markup:
-    """Draw a request's life on a time line that is ``scale_s`` long."""
+    """Draw the stages of a request on a time line that covers ``scale_s`` seconds."""
     scale_s = max(scale_s, 1e-9)
     parts = Markup("").join(
         Markup('<rect class="{kind}" x="{x:.2f}" width="{w:.2f}" height="10"/>').format(
@@ -80,10 +86,10 @@ def waterfall(spans: Sequence[Span], scale_s: float) -> Markup:
 
 
 def spans_of(trace: admin_pb2.RequestTrace, now_s: float) -> list[Span]:
-    """Return the parts of a request's life so far.
+    """Return the stages of a request that have begun.
 
     Args:
-        now_s: seconds since the request's arrival; unfinished parts end at this time.
+        now_s: seconds since the request's arrival; a stage that goes on ends at this time.
     """
     ended_s = trace.ended_s if trace.HasField("ended_s") else now_s
     failed = [one for one in trace.attempts if one.HasField("failed_s")]

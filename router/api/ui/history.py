@@ -1,4 +1,4 @@
-"""History: rates of requests and tokens in each of the latest intervals."""
+"""History: rates of requests and tokens per interval, for the curves of the status page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_KEPT = 150  # five minutes
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Rates per second within an interval, and counts at its end."""
+    """Rates within one interval, and counts of open and queued requests at its end."""
 
     requests_per_s: float
     failures_per_s: float
@@ -26,7 +26,7 @@ class Interval:
 
 
 class History:
-    """Records figures of one router at the end of each interval.
+    """Records the rates of one base model's requests at the end of each interval.
 
     Args:
         log: request log, from which the counts are read.
@@ -41,11 +41,11 @@ class History:
 
     @property
     def intervals(self) -> list[Interval]:
-        """Recorded intervals, oldest first."""
+        """The latest recorded intervals, oldest first."""
         return list(self._intervals)
 
     async def run(self) -> None:
-        """Record one interval after another. Never returns."""
+        """Record one interval after another, for ever."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             self.note()

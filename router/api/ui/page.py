@@ -1,4 +1,4 @@
-"""StatusPage: renders the router's state as HTML pages on each request. Read-only."""
+"""StatusPage: renders the router's state as HTML, anew for each request. Changes nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FOLDER = Path(__file__).parent / "files"
 MAX_REQUESTS = 40
 MAX_NODES = 256
 MAX_PAIRS = 400
-# Forbid resources of other sites, inline scripts and styles, and framing.
+# Content security policy: forbids resources of other sites, inline scripts and styles, and framing.
 _POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -68,10 +68,11 @@ _RATES = (
 
 
 class StatusPage:
-    """Serves ``/ui``, one page per request below it, and the pages' style and script.
+    """Serves the page ``/ui``, a page for each request below it, and their style sheet and script.
 
     Args:
-        names: model names that clients may use; also holds the base models, their pools and logs.
+        names: table of the names that clients may use, and of the base models with their pools of
+            nodes and their request logs.
         policy: returns the name of the current routing policy.
         overload: the router's overload state.
     """
@@ -103,11 +104,11 @@ class StatusPage:
 
     @property
     def history(self) -> History:
-        """History of the first base model."""
+        """Rates of the first base model's requests over time."""
         return self._histories[self._names.bases[0].model]
 
     async def run(self) -> None:
-        """Record the histories of all base models. Never returns."""
+        """Record the rates of all base models' requests for ever."""
         await asyncio.gather(*(history.run() for history in self._histories.values()))
 
     async def show_all(self, request: web.Request) -> web.Response:
@@ -150,7 +151,7 @@ class StatusPage:
         )
 
     async def show_file(self, request: web.Request) -> web.Response:
-        """Return a style sheet or script."""
+        """Return the page's style sheet or script."""
         name = request.match_info["name"]
         return web.Response(
             body=(FOLDER / name).read_bytes(), content_type=_STATIC[name], headers=_HEADERS
@@ -206,7 +207,7 @@ def _history_of(dispatcher: Dispatcher) -> History:
 
 
 def _series(history: History) -> list[tuple[str, float, list[float]]]:
-    """Return (name, last value, all values) of each figure drawn over time."""
+    """Return (name, last value, all values) of each figure that the page draws over time."""
     series = []
     for title, name in _RATES:
         values = [float(getattr(interval, name)) for interval in history.intervals]
@@ -216,7 +217,7 @@ def _series(history: History) -> list[tuple[str, float, list[float]]]:
 
 @dataclass(frozen=True, slots=True)
 class FirstConversation:
-    """How to get a first answer, shown on a page without requests.
+    """A command for a first question to the model, shown while there have been no requests.
 
     Attributes:
         root: this router's URL as the reader's browser wrote it.
@@ -230,9 +231,10 @@ class FirstConversation:
 
 
 def first_conversation(request: web.Request, model: str) -> FirstConversation:
-    """Return a command that asks this router's model."""
+    """Return a shell command that sends a first prompt to this router's model."""
     root = f"{request.scheme}://{printable(request.host)}"
-    needs_key = hdrs.AUTHORIZATION in request.headers  # the reader needed a key to see the page
+    # The page itself was requested with a key, so the API needs a key, too
+    needs_key = hdrs.AUTHORIZATION in request.headers
     body = {"model": model, "messages": [{"role": "user", "content": "Who are you?"}]}
     lines = [f"curl {shlex.quote(f'{root}/v1/chat/completions')}"]
     lines += ["-H 'Content-Type: application/json'"]
@@ -242,7 +244,7 @@ def first_conversation(request: web.Request, model: str) -> FirstConversation:
 
 
 def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:
-    """List each pair of a prefill and a decode node once, as reported by its prefill node."""
+    """List each pair of a prefill and a decode node once, with the prefill node's report on it."""
     encoders = {node.node_name for node in nodes if node.role == 3}
     prefills = (node for node in nodes if node.role == 1)
     return [
@@ -255,10 +257,12 @@ def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Decode nodes that a prefill node reaches by one transport, or cannot reach for one reason.
+    """Decode nodes with the same transport, or the same pairing problem, to one prefill node.
 
     Attributes:
-        decodes: names of the nodes, each with its bandwidth in bytes per second (0: unknown).
+        prefill: name of the prefill node.
+        problem: why the nodes cannot be paired; empty: they are paired.
+        decodes: name of each decode node, and its bandwidth in bytes per second (0: unknown).
     """
 
     prefill: str
@@ -271,7 +275,7 @@ def _grouped(pairs: list[tuple[str, admin_pb2.PeerDescription]]) -> list[Reached
     groups: dict[tuple[str, str, str], Reached] = {}
     for prefill, peer in pairs:
         transport = peer.transport if peer.connected else "not connected yet"
-        # A pairing problem names both nodes, so only the problem's beginning is compared.
+        # Only the problem's kind, before the colon, is compared, because the rest names both nodes.
         problem = peer.problem.partition(": ")[0] if peer.problem else ""
         key = (prefill, transport, problem)
         group = groups.setdefault(key, Reached(prefill, transport, peer.problem, []))
@@ -282,7 +286,7 @@ def _grouped(pairs: list[tuple[str, admin_pb2.PeerDescription]]) -> list[Reached
 def _by_transport(
     pairs: list[tuple[str, admin_pb2.PeerDescription]],
 ) -> list[tuple[str, int, float, float]]:
-    """Return (transport, number of pairs, lowest and highest known bandwidth)."""
+    """Return, per transport, (name, number of pairs, lowest and highest known bandwidth)."""
     counts: Counter[str] = Counter()
     rates: dict[str, list[float]] = {}
     for _, peer in pairs:
@@ -310,7 +314,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Format a number: ``0.32``, ``843``, ``12,340``, ``4.56M``."""
+    """Format a number in few characters: ``0.32``, ``843``, ``12,340``, ``4.56M``."""
     if number and abs(number) < 9.95 and not float(number).is_integer():
         return f"{number:.2g}"
     return f"{number:,.0f}" if abs(number) < 1e6 else f"{number / 1e6:,.3g}M"

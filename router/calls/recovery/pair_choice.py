@@ -12,7 +12,7 @@ from router.policies.base import Placement
 
 
 class PairChoice:
-    """Remembers which nodes and pairs failed one call.
+    """Remembers on which nodes and pairs of nodes one call has failed.
 
     No node is excluded for good: failed nodes are used again if no others are left.
     """
@@ -25,11 +25,11 @@ class PairChoice:
     def note_failure(
         self, prefill: str, decode: str, item: LegDelta, silent: Set[str] = frozenset()
     ) -> None:
-        """Note that an attempt on this pair of engine ids failed.
+        """Note that an attempt on this pair of nodes, given by engine ids, failed.
 
-        Silent nodes are blamed even if their partner reported the error. A node is blamed alone if
-        it is lost, broken or out of memory, or lacks the call's adapter. Any other error concerns
-        the hand-off, so the pair is blamed.
+        If nodes are silent, they are blamed, even if their partner reported the error. Otherwise
+        the node that failed is blamed if it is lost, broken, out of memory, or lacks the call's
+        adapter. Any other error concerns the hand-off between the nodes, so the pair is blamed.
         """
         error = item.delta.error
         assert error is not None
@@ -42,10 +42,10 @@ class PairChoice:
             self._failed_pairs.add((prefill, decode))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best nodes of ``fleet`` for this call; empty only if ``fleet`` is empty.
+        """Return the nodes of ``fleet`` that suit this call best; empty only if ``fleet`` is empty.
 
-        Among nodes without failures, the last decode node is preferred: its prefix cache already
-        has the KV that arrived.
+        Nodes and pairs on which the call failed are left out if others remain. The decode node of
+        the last attempt is preferred, because its prefix cache already has the KV that arrived.
         """
         if not (self._failed_nodes or self._failed_pairs):
             return fleet
@@ -55,7 +55,7 @@ class PairChoice:
         return fleet.only(decode=lambda node: node.engine_id == self._last_decode) or fleet
 
     def has_failed(self, placement: Placement) -> bool:
-        """Return whether this pair, or one of its nodes, failed the call before."""
+        """Return whether the call has failed on this pair before, or on one of its nodes."""
         prefill = placement.prefill.engine_id if placement.prefill else ""
         pair = (prefill, placement.decode.engine_id)
         return pair in self._failed_pairs or not self._failed_nodes.isdisjoint(pair)

@@ -1,7 +1,7 @@
-"""Recovery: decides after a failed attempt which node is to blame, and when and where to retry.
+"""Recovery: decides after a failed attempt which node to blame, and when and where to retry.
 
-Most calls never need a recovery. A recovery knows neither tokens nor their order. `Recoveries`
-holds the state that all calls of one base model share.
+A recovery knows neither a call's tokens nor their order. `Recoveries` holds the state that all
+calls of one base model share.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from router.policies.base import Placement
 
 logger = logging.getLogger(__name__)
 
-# Errors of a lost node, an unreachable peer or a broken engine: another node may succeed.
+# Codes of errors after which another node may succeed: the node is lost, its peer cannot be
+# reached, or its engine is broken.
 _RETRYABLE = ("UNAVAILABLE", "INTERNAL")
-# After this many seconds, a silent node has either sent beats again or been declared lost.
+# Within this many seconds, a silent node either sends beats again or is declared lost.
 _VERDICT_S = 2.0
 
 
 class Recoveries:
-    """Makes the recoveries of one base model's calls, which share a retry budget and suspects.
+    """Makes a `Recovery` for each call of one base model; calls share a retry budget and suspects.
 
     Args:
         pool: the router's nodes.
@@ -50,7 +51,7 @@ class Recoveries:
 
     Attributes:
         options: limits of each call's retries; new options apply to later calls only.
-        suspects: requests that may have crashed nodes.
+        suspects: the requests that may have crashed nodes.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Recovery:
         remaining_s: returns the seconds until the deadline; raises if the call has been ended.
 
     Attributes:
-        pair_timeout_s: how long an attempt waits when no nodes can take it.
+        pair_timeout_s: seconds that an attempt waits when no nodes can take it.
     """
 
     def __init__(self, call: Call, shared: Recoveries, remaining_s: Callable[[], float]) -> None:
@@ -96,7 +97,7 @@ class Recovery:
     def note_failure(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
         """Count a failed attempt; raise its error if the call must not be retried.
 
-        The call must not be retried either if no pair is left that can load its adapter.
+        Raises NodeUnavailableError if no nodes are left that can load the call's adapter.
         """
         self._blame(attempt, item, error)
         if error.code not in (*_RETRYABLE, *MOVED):
@@ -114,10 +115,11 @@ class Recovery:
         self._retries.note_failure(error, functools.partial(self._is_loss, attempt, item))
 
     async def wait_before_retry(self, attempt: Attempt, error: RequestError) -> None:
-        """Wait until silent nodes are known to be lost or alive, and the budget allows a retry.
+        """Wait until the next attempt may begin.
 
-        A call is not suspect if the silent node cannot have begun the call's work. A call that is
-        not suspect does not wait to learn whether the node died.
+        If a silent node may have begun the call's work, first waits until the node is known to be
+        lost or alive, because a call whose node died becomes suspect. Then waits until the retry
+        budget allows a retry; raises NodeUnavailableError if too many calls wait for a retry.
         """
         pool, budget = self._pool, self._budget
         loop = asyncio.get_running_loop()
@@ -141,29 +143,30 @@ class Recovery:
         logger.info("request %s is tried again: %s", self._call.request_id, error.message)
 
     async def pause(self) -> None:
-        """Back off, longer after each failure of this call, but not past the deadline."""
+        """Pause, longer after each failure of this call, but not past the deadline."""
         options = self._options
         exponent = min(self._retries.num_failed, 16) - 1
         pause_s = min(options.first_pause_s * 2**exponent, options.longest_pause_s)
-        # Jitter keeps calls that were preempted together from returning at the same moment.
+        # A random factor keeps calls that were preempted together from returning at the same
+        # moment.
         pause_s *= 0.5 + secrets.randbelow(512) / 1024
         await asyncio.sleep(min(pause_s, self._remaining_s()))
 
     # ------------------------------------------------------------------ the next one
 
     async def wait_while_suspect(self) -> None:
-        """Wait while the suspect call must not be placed.
+        """Wait until the call may be placed; only a suspect call must wait.
 
-        Raise PoisonRequestError if it kills nodes.
+        Raises PoisonRequestError if the call was found to kill nodes.
         """
         if self._suspicion is not None:
             while (wait_s := self._suspicion.wait_s(self._pool.fleet)) > 0:  # noqa: ASYNC110  # ends at a time
                 await asyncio.sleep(min(wait_s, self._remaining_s()))
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the best nodes of ``fleet`` for the next attempt.
+        """Return the nodes of ``fleet`` that suit the next attempt best.
 
-        Empty if trials need all nodes.
+        Returns an empty fleet if trials of other calls occupy all nodes.
         """
         if self._suspects.rooms:
             fleet = self._suspects.rooms.without(fleet, self._suspicion)
@@ -174,30 +177,30 @@ class Recovery:
     def expected_s(self) -> float:
         """Return for how many seconds to wait for a node; 0 if no node is expected.
 
-        A node is expected if a trial may end, or if a lost node may come back.
+        A node is expected if a lost node may return, or if a trial occupies a node for now.
         """
         pool, options = self._pool, self._options
         trial_s = options.pair_timeout_s if self._suspects.rooms else 0.0
         return max(trial_s, pool.awaited_until(options.return_timeout_s) - pool.clock(), 0.0)
 
     def has_failed(self, placement: Placement) -> bool:
-        """Return whether this pair or one of its nodes has failed the call before."""
+        """Return whether the call has failed on this pair before, or on one of its nodes."""
         return self._choice.has_failed(placement)
 
     def note_attempt(self, placement: Placement) -> None:
-        """Note that an attempt begins at this placement."""
+        """Note that an attempt begins on these nodes."""
         if self._suspicion is not None:
             self._suspicion.note_placed(placement)
 
     def note_progress(self, attempt: Attempt) -> None:
-        """Note that tokens of an attempt came."""
+        """Note that an attempt yielded tokens, which may clear the call of suspicion."""
         if self._suspicion is not None:
             self._suspicion.note_progress(attempt)
 
     def close(self) -> None:
-        """Note that the call has ended."""
-        # Break the reference cycle, so that the call's images are freed now, not at a later garbage
-        # collection.
+        """Note that the call has ended, and free what the recovery holds."""
+        # Breaks the reference cycle with `OpenCall`, so that the call's images are freed now, not
+        # at the next garbage collection.
         self._remaining_s = _no_time
         if self._suspicion is not None:
             self._suspicion.note_ended()
@@ -214,7 +217,7 @@ class Recovery:
         }
 
     def _is_loss(self, attempt: Attempt, item: LegDelta) -> bool:
-        """Return whether an attempt failed because one of its nodes is gone or silent."""
+        """Return whether an attempt failed because one of its nodes is lost, stuck or silent."""
         error, pool = item.delta.error, self._pool
         is_gone = any(
             pool.node(node.engine_id) is not node or node.is_stuck or node.is_silent
@@ -226,17 +229,14 @@ class Recovery:
         return any(begun_on(attempt, engine_id) for engine_id in self._silent_of(attempt))
 
     def _suspect(self, attempt: Attempt) -> None:
-        """Suspect the call if nodes were lost during an attempt.
-
-        Otherwise, close the call's trial.
-        """
+        """Suspect the call if nodes died during an attempt; otherwise end the call's trial."""
         pool, suspects = self._pool, self._suspects
         gone = {
             node.engine_id
             for node in attempt.nodes
             if node.is_stuck or pool.node(node.engine_id) is not node
         }
-        # Nodes that an operator stopped do not count as losses.
+        # `lost_nodes` does not count nodes that an operator stopped.
         recent = pool.lost_nodes.lost_since(pool.clock() - WINDOW_S)
         losses = [loss for loss in recent if loss.engine_id in gone]
         if losses:
@@ -248,10 +248,10 @@ class Recovery:
             self._suspicion.close()
 
     def _blame(self, attempt: Attempt, item: LegDelta, error: RequestError) -> None:
-        """Record in the nodes' health that an attempt failed.
+        """Note the failure in the health of the nodes that may have caused it.
 
-        A node with a broken engine is blamed alone. For other errors, either node may be to blame.
-        Nodes that are lost or out of memory are not blamed.
+        A node with a broken engine is blamed alone. For other errors, both nodes are blamed,
+        because either may have failed. Nodes that are lost or out of memory are not blamed.
         """
         prefill, decode = attempt.prefill, attempt.decode
         if error.code not in _RETRYABLE or self._is_loss(attempt, item):
@@ -266,5 +266,5 @@ class Recovery:
 
 
 def _no_time() -> float:
-    """Return 0 seconds: an ended call has no time left."""
+    """Return 0 seconds: a call that has ended has no time left."""
     return 0.0

@@ -1,9 +1,9 @@
 """Limits the retries of one call, and of all calls together. Knows neither nodes nor placing.
 
-a node of the attempt is lost or silent            retry at once, `max_losses` times
-another failure, and the budget allows a retry     retry at once, `max_attempts` in all
-another failure, and the budget is spent           wait for the budget
-another failure, and the wait would be too long    fail: a retry storm
+a node of the attempt is lost or silent            retry at once, at most `max_losses` times
+another failure, and the budget allows a retry     retry at once, at most `max_attempts` in all
+another failure, and the budget is spent           wait until the budget allows a retry
+another failure, and the wait would be too long    fail: all calls together retry too much
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from baton.api.errors import ConfigError, NodeUnavailableError, OverloadedError
 from baton.link.words import ADAPTER_MISSING, MOVED, RequestError
 
 WINDOW_S = 10.0
-# Waiting calls hold prompts and clients' connections, so their number and their waiting time are
-# limited.
+# The number of calls that wait for a retry and their waiting time are limited, because each waiting
+# call holds a prompt and a client's connection.
 MAX_WAITING = 1024
 PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryOptions:
-    """Limits of one call.
+    """Limits of the retries of one call.
 
     Attributes:
-        max_attempts: failed attempts after which the call fails. Preemptions and losses of a node
-            do not count.
+        max_attempts: number of failed attempts after which the call fails. Preemptions and losses
+            of a node do not count.
         failing_for_s: while nodes cannot reach each other, the call fails only when its first
             failure is at least this many seconds old.
-        max_preemptions: the call fails after more preemptions; an attempt on a node that lacks the
-            call's adapter counts as a preemption.
-        max_losses: the call fails after losing a node in more attempts.
+        max_preemptions: the call fails after more preemptions than this. An attempt on a node that
+            lacks the call's adapter counts as a preemption.
+        max_losses: the call fails after more attempts than this have lost a node.
         trial_pause_s: a suspect call is tried alone after this many seconds without a lost node,
             unless a similar call is on trial (see `suspects.py`).
-        pair_timeout_s: how long an attempt waits when no nodes can take it.
-        return_timeout_s: how long a call waits for a crashed node to return if no other nodes can
-            serve the call.
-        first_pause_s: pause before an attempt on nodes that just failed; doubles each time.
-        longest_pause_s: upper limit of this pause.
+        pair_timeout_s: seconds that an attempt waits when no nodes can take it.
+        return_timeout_s: seconds that a call waits for a crashed node to return if no other nodes
+            can serve the call.
+        first_pause_s: seconds of the first pause before a retry; each further pause is twice as
+            long.
+        longest_pause_s: maximum seconds of a pause.
     """
 
     max_attempts: int = 3
@@ -65,16 +66,18 @@ class RetryOptions:
 
 
 class RetryBudget:
-    """Keep retries from multiplying the load of a cluster in trouble.
+    """Limits all calls' retries, so that failures do not multiply the load of the nodes.
 
-    In any 10 s, 10 retries are allowed, and one more per five calls. Further retries wait until
-    short failures are over. A retry that would wait too long fails instead.
+    In any 10 s, 10 retries are allowed, and one more per five new calls. Further retries wait until
+    the budget allows them. A retry that would wait too long fails instead.
 
     Args:
+        ratio: retries allowed per new call.
+        floor: retries allowed in any 10 s, whatever the number of calls.
         clock: returns seconds.
 
     Attributes:
-        num_waiting: calls that wait for a retry.
+        num_waiting: number of calls that wait for a retry.
     """
 
     def __init__(
@@ -88,14 +91,15 @@ class RetryBudget:
         self._floor = floor
         self.clock = clock
         self.num_waiting = 0
-        self._seconds: deque[list[int]] = deque()  # [second, calls, retries] each, oldest first
+        # [second, new calls, retries] of each second in the window, oldest first
+        self._seconds: deque[list[int]] = deque()
 
     def note_call(self) -> None:
         """Count a new call."""
         self._now()[1] += 1
 
     def acquire_retry(self) -> bool:
-        """Count one more retry if the budget allows it; return whether it does."""
+        """Count one retry if the budget allows it; return whether it does."""
         now = self._now()
         if sum(second[2] for second in self._seconds) >= self._allowance():
             return False
@@ -103,14 +107,18 @@ class RetryBudget:
         return True
 
     def is_storm(self, patience_s: float) -> bool:
-        """Return whether one more waiting retry would wait longer than ``patience_s`` seconds."""
+        """Return whether so many calls wait for a retry that no further call may wait.
+
+        Args:
+            patience_s: seconds that the further call could wait.
+        """
         self._now()
         could_begin = self._allowance() / WINDOW_S * min(patience_s, PATIENCE_S)
         return self.num_waiting >= min(could_begin, MAX_WAITING)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count one waiting call while this context lasts."""
+        """Count the caller as a call that waits for a retry while this context lasts."""
         self.num_waiting += 1
         try:
             yield
@@ -118,7 +126,7 @@ class RetryBudget:
             self.num_waiting -= 1
 
     def _allowance(self) -> int:
-        """Return the number of retries allowed within the window."""
+        """Return the number of retries allowed in the current window of 10 s."""
         return self._floor + int(self._ratio * sum(second[1] for second in self._seconds))
 
     def _now(self) -> list[int]:
@@ -131,11 +139,11 @@ class RetryBudget:
 
 
 class CallRetries:
-    """Count one call's failures against its limits.
+    """Counts one call's failed attempts against the limits of its retries.
 
     Args:
         options: the call's limits.
-        budget: shared by all calls.
+        budget: limits the retries of all calls together.
     """
 
     def __init__(self, options: RetryOptions, budget: RetryBudget) -> None:
@@ -143,10 +151,11 @@ class CallRetries:
         self._budget = budget
         self._num_preemptions = 0
         self._num_losses = 0
-        # Functions that return whether a failed attempt lost a node
+        # One function per failed attempt, which returns whether the attempt lost a node.
         self._failures: list[Callable[[], bool]] = []
         self._failing_since = 0.0
-        self._latest: Callable[[], bool] | None = None  # the last failure; None: a preemption
+        # Function of the last failed attempt; None: it was preempted
+        self._latest: Callable[[], bool] | None = None
 
     @property
     def num_failed(self) -> int:
@@ -156,12 +165,12 @@ class CallRetries:
     def note_failure(self, error: RequestError, was_loss: Callable[[], bool]) -> None:
         """Count a failed attempt that may be retried.
 
-        A lost node is not the call's fault, and retrying its calls does not add any load. These
-        retries do not use any budget and have a higher limit.
+        Retries after the loss of a node have a higher limit and need no budget: the loss is not the
+        call's fault, and the retry takes the place of work that the lost node no longer does.
 
         Args:
-            was_loss: returns whether the attempt failed because a node is gone or silent. Called
-                repeatedly, because the loss may be noticed after the peer's error.
+            was_loss: returns whether the attempt failed because a node is lost or silent. Called
+                repeatedly, because the loss may be noticed after the other node's error.
 
         Raises:
             OverloadedError: too many preemptions.
@@ -189,7 +198,7 @@ class CallRetries:
             )
 
     def may_begin(self) -> bool:
-        """Return whether the next attempt may begin now; if not, ask again later."""
+        """Return whether the next attempt may begin now; if not, the caller asks again later."""
         self._count_failures()
         return self._latest not in self._failures or self._budget.acquire_retry()
 
@@ -199,13 +208,16 @@ class CallRetries:
         return self._latest in self._failures and len(self._failures) >= self._options.max_attempts
 
     def _may_pass(self, error: RequestError) -> bool:
-        """Return whether the failure may pass by itself: nodes have just lost each other."""
+        """Return whether nodes have just lost each other, so that the failure may end by itself."""
         if error.code != "UNAVAILABLE" or self._options.max_attempts == 1:
             return False
         return self._budget.clock() - self._failing_since < self._options.failing_for_s
 
     def _count_failures(self) -> int:
-        """Return the number of failures, without those that turned out to be losses of a node."""
+        """Count the failed attempts that did not lose a node.
+
+        Attempts that turned out to have lost a node are counted as losses from now on.
+        """
         failures = [was_loss for was_loss in self._failures if not was_loss()]
         self._num_losses += len(self._failures) - len(failures)
         self._failures = failures

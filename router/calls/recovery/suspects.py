@@ -1,12 +1,12 @@
 """Suspects: tracks requests that may have crashed nodes, and refuses those that did.
 
-    a node is lost                  suspects are the requests that it had begun, unless cleared
-    the same process joins again    nothing is suspected any more
+    a node is lost                  the requests that it had begun become suspects, unless cleared
+    the same process joins again    its requests are no longer suspects
     no node is lost for a while     each suspect is tried alone on a node
-    this node dies                  the suspect fails, and equal requests are refused for minutes
+    the trial's node dies           the suspect fails, and equal requests are refused for minutes
     the trial succeeds              the suspect is cleared
 
-Equal requests have equal keyed hashes of sender and content (ADR 0027, ADR 0066).
+Two requests are equal if a keyed hash of their sender and content is equal (ADR 0027, ADR 0066).
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ logger = logging.getLogger(__name__)
 QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024
 MAX_HISTORIES = 4096
-# Maximum number of suspects of one lost node that are tried alone; the oldest suspects come first.
+# At most this many of a lost node's requests are tried alone; the oldest requests come first.
 MAX_SUSPECTS_PER_LOSS = 16
-# Losses further apart than this are judged separately.
+# Losses that are more than this many seconds apart are judged separately.
 WINDOW_S = 10.0
-# If another node died within this many seconds, a verdict needs two failed trials instead of one. A
-# trial with its wait may take this long, so an unrelated death may fall into it by chance.
+# If another node died within this many seconds before a trial's node, two failed trials are needed
+# as proof. A trial with its wait may take this long, so an unrelated death may fall into it by
+# chance.
 BACKGROUND_S = 12.0
 MAX_OPEN_VERDICTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A request that was ended as poison; equal requests are refused.
+    """A request that was found to crash nodes and ended; equal requests are refused.
 
     Attributes:
         fingerprint: keyed hash of the request; differs between routers.
         request_id: the id of the request that was ended.
         principal: name of the caller.
-        engine_ids: nodes that were lost together with the request.
-        expires_at: end of the refusals, by the clock of `Suspects`.
+        engine_ids: nodes that were lost while they computed equal requests.
+        expires_at: when equal requests are accepted again, by the clock of `Suspects`.
         loss: the node's death during the trial; if this node returns, equal requests are accepted
             again.
         num_refused: equal requests refused since this request was ended.
@@ -68,10 +69,10 @@ class Quarantined:
 
 @dataclass(slots=True, eq=False)
 class Verdict:
-    """The loss of a node during a request's trial.
+    """The loss of a node during a request's trial, which may prove that the request kills nodes.
 
     Attributes:
-        num_trials: failed trials so far, this one included.
+        num_trials: number of failed trials so far, this one included.
     """
 
     call: Call
@@ -85,12 +86,12 @@ class Suspects:
 
     Args:
         pool: knows the lost nodes and the nodes for trials; provides the clock.
-        quarantine_s: how long equal requests are refused.
+        quarantine_s: seconds for which requests equal to a quarantined request are refused.
 
     Attributes:
-        rooms: nodes that are kept for trials.
-        num_ended_total: requests that were ended as poison.
-        num_refused_total: requests refused because an equal request was ended as poison.
+        rooms: keeps nodes free for trials.
+        num_ended_total: number of requests that were found to crash nodes and ended.
+        num_refused_total: number of requests refused because an equal request was ended.
     """
 
     def __init__(self, pool: NodePool, *, quarantine_s: float = QUARANTINE_S) -> None:
@@ -105,7 +106,7 @@ class Suspects:
         self._lost_with: OrderedDict[str, set[Loss]] = OrderedDict()  # by fingerprint
         self._num_suspects: Counter[Loss] = Counter()
         self._tried: Counter[str] = Counter()  # number of running trials, by fingerprint
-        # Verdicts about nodes that had neither returned nor been declared dead when the call ended.
+        # Verdicts of calls that ended before it was known whether the trial's node had died.
         self._open_verdicts: list[Verdict] = []
 
     # ------------------------------------------------------------------ quarantine
@@ -114,7 +115,7 @@ class Suspects:
         """Raise PoisonRequestError if an equal request was found to crash nodes."""
         if self._open_verdicts:
             self._settle_verdicts()
-        if self._quarantined:  # check only if needed: hashing a prompt takes time
+        if self._quarantined:  # hashing a prompt takes time, so it is done only if needed
             self.check_fingerprint(self.fingerprint(call))
 
     def check_fingerprint(self, fingerprint: str) -> None:
@@ -177,7 +178,10 @@ class Suspects:
         ]
 
     def release(self, fingerprint: str) -> int:
-        """Stop refusing fingerprints with this prefix (empty: all). Raises NotFoundError."""
+        """Accept requests again whose fingerprints begin with this prefix (empty: all).
+
+        Raises NotFoundError.
+        """
         found = [name for name in self._quarantined if name.startswith(fingerprint)]
         if fingerprint and not found:
             raise NotFoundError(f"nothing is quarantined as {fingerprint!r}")
@@ -202,26 +206,26 @@ class Suspects:
     # ------------------------------------------------------------------ losses
 
     def note_lost_with(self, fingerprint: str, losses: Iterable[Loss]) -> None:
-        """Remember nodes that were lost while they computed a request with this fingerprint."""
+        """Remember nodes that were lost while they computed requests with this fingerprint."""
         known = self._lost_with.pop(fingerprint, set())
         self._lost_with[fingerprint] = known.union(losses)
         if len(self._lost_with) > MAX_HISTORIES:
             self._lost_with.popitem(last=False)
 
     def forget_losses(self, fingerprint: str, losses: Iterable[Loss]) -> None:
-        """Forget losses of nodes that requests with this fingerprint did not cause."""
+        """Forget losses that requests with this fingerprint are known not to have caused."""
         if fingerprint in self._lost_with:
             self._lost_with[fingerprint].difference_update(losses)
             if not self._lost_with[fingerprint]:
                 del self._lost_with[fingerprint]
 
     def others_lost(self, fingerprint: str, since: float) -> set[Loss]:
-        """Return the losses since ``since`` that did not involve requests with this fingerprint."""
+        """Return the losses since ``since`` of nodes that had no request with this fingerprint."""
         known = self._lost_with.get(fingerprint, set())
         return set(self.lost_nodes.lost_since(since)) - known
 
     def admit(self, loss: Loss) -> bool:
-        """Count one more suspect of a loss; return whether the limit on suspects allows it."""
+        """Count one more suspect of a loss; return False if the loss has too many already."""
         if self._num_suspects[loss] >= MAX_SUSPECTS_PER_LOSS:
             return False
         if len(self._num_suspects) > MAX_HISTORIES:
@@ -232,7 +236,7 @@ class Suspects:
     # ------------------------------------------------------------------ trials
 
     def is_tried(self, fingerprint: str) -> bool:
-        """Return whether a request with this fingerprint is on trial."""
+        """Return whether a request with this fingerprint is on trial now."""
         return self._tried[fingerprint] > 0
 
     def begin_trial(self, fingerprint: str) -> None:
@@ -244,9 +248,9 @@ class Suspects:
             del self._tried[fingerprint]
 
     def judge(self, verdict: Verdict) -> PoisonRequestError | None:
-        """Quarantine a request whose trial killed a node; return the error for its client.
+        """Quarantine a request during whose trial a node died; return the error for its client.
 
-        Returns None if the death proves nothing, because other nodes died at about this time.
+        Returns None if the death proves nothing, because other nodes died at about the same time.
         """
         since = verdict.loss.at - BACKGROUND_S
         if verdict.num_trials < 2 and self.others_lost(verdict.fingerprint, since):
@@ -254,7 +258,7 @@ class Suspects:
         return self.quarantine(verdict.call, verdict.fingerprint, verdict.loss)
 
     def keep_open(self, verdict: Verdict) -> None:
-        """Keep a verdict until it is known whether the node died, although the call has ended."""
+        """Keep the verdict of a call that has ended before it is known whether its node died."""
         self._open_verdicts.append(verdict)
         del self._open_verdicts[:-MAX_OPEN_VERDICTS]
 

@@ -1,6 +1,7 @@
-"""Suspicion: tracks which lost nodes one call may have killed, and tries the call alone.
+"""Suspicion: tracks which lost nodes one call may have killed, and has the call tried alone.
 
-A call gets a suspicion when it first loses a node; most calls never do. See `suspects.py`.
+A call gets a suspicion when one of its nodes is lost for the first time; most calls never do. See
+`suspects.py`.
 """
 
 from __future__ import annotations
@@ -16,28 +17,29 @@ from router.fleet.load.node_load import NodeLoad
 from router.fleet.lost_nodes import Fate, Loss
 from router.policies.base import Placement
 
-# A request is cleared after it got this many tokens from a node: a request that kills nodes does so
-# earlier.
+# A request is cleared after a node computed this many tokens for it, because a request that kills
+# nodes does so earlier.
 PROVEN_TOKENS = 8
-# Longest time in seconds that a suspect waits for a node of its own.
+# A suspect waits at most this many seconds for a node of its own; then it is placed without a
+# trial.
 MAX_WAIT_S = 5.0
 POLL_S = 0.02
 _FEW_LOSSES = 2
 
 
 class Work(Enum):
-    """Kinds of a node's work; a request that kills nodes is suspected for one kind only."""
+    """Kinds of a node's work on a request; each trial tests the request for one kind."""
 
     PROMPT = "prompt"
-    TOKENS = "tokens"  # sampling tokens, or compiling a grammar for them
+    TOKENS = "tokens"  # sampling tokens after the prompt, or compiling a grammar for them
 
 
 class Suspicion:
-    """Suspects one call of killing nodes, until its work has succeeded.
+    """The suspicion that one call kills nodes, which lasts until the call's work has succeeded.
 
     Args:
-        suspects: the router's suspects.
-        pause_s: seconds without a lost node before a suspect is tried.
+        suspects: the suspects of the call's base model.
+        pause_s: seconds without a lost node before the call is tried alone.
     """
 
     def __init__(self, suspects: Suspects, call: Call, pause_s: float) -> None:
@@ -47,15 +49,17 @@ class Suspicion:
         self._fingerprint = suspects.fingerprint(call)
         self._blamed: dict[
             Work, set[Loss]
-        ] = {}  # losses that the call may have caused, by kind of work
-        self._index = 0  # output index at the last loss
+        ] = {}  # losses that the call may have caused, by the work during which the node died
+        self._index = 0  # number of output tokens at the last loss
         self._waits_since = 0.0
-        self._work: Work | None = None  # work that the call must try alone
-        self._begun: Work | None = None  # work begun on the most recently lost node
-        self._room = ""  # engine id of the trial's node, once the call may be placed there
-        self._tried_on = ""  # engine id of the trial's node while the trial runs
+        # Work for which the call must be tried alone; None: no trial is due
+        self._work: Work | None = None
+        # The call's work that the most recently lost node had begun
+        self._begun: Work | None = None
+        self._room = ""  # engine id of the node kept for the trial, once it is idle; else empty
+        self._tried_on = ""  # engine id of the trial's node while the trial runs; else empty
         self._verdict: Verdict | None = None
-        self._num_trials = 0  # trials during which a node died
+        self._num_trials = 0  # number of trials during which the trial's node died
 
     # ------------------------------------------------------------------ a node was lost
 
@@ -63,7 +67,7 @@ class Suspicion:
         """Note that an attempt ended because its nodes were lost.
 
         Args:
-            num_nodes: number of nodes that are left.
+            num_nodes: number of joined nodes that are left.
         """
         suspects, now = self._suspects, self._suspects.clock()
         tried_on, num_tokens = self._tried_on, attempt.start_index + attempt.num_tokens
@@ -74,7 +78,9 @@ class Suspicion:
         work = None
         for loss in losses:
             begun = begun_on(attempt, loss.engine_id)
-            part = begun or Work.TOKENS  # the arriving KV may have killed the node
+            # If the node had begun no work for the call, the KV that was arriving may have killed
+            # it.
+            part = begun or Work.TOKENS
             blamed = self._blamed.setdefault(part, set())
             blamed.add(loss)
             suspects.note_lost_with(self._fingerprint, (loss,))
@@ -86,13 +92,16 @@ class Suspicion:
                 work, self._begun = part, begun
         num_others = len(suspects.others_lost(self._fingerprint, now - WINDOW_S))
         if num_others >= max(_FEW_LOSSES, num_nodes // 4):
-            work = self._verdict = None  # if many nodes die, the call is probably not the cause
+            # Many nodes died lately, so this call is probably not the cause
+            work = self._verdict = None
         self._work = work
 
     # ------------------------------------------------------------------ when and where it is tried
 
     def wait_s(self, fleet: Fleet) -> float:
-        """Return how many seconds to wait before placing the call; ask again after that time.
+        """Return for how many seconds the call must wait before it is placed; 0: place it now.
+
+        After a wait, ask again.
 
         Raises:
             PoisonRequestError: this call or an equal call was found to kill nodes.
@@ -105,7 +114,7 @@ class Suspicion:
         if self._work is None:
             return 0.0
         if not fleet:
-            self._waits_since = now  # no node can be kept free for the trial
+            self._waits_since = now  # no node has joined that could be kept for the trial
             return 0.0
         quiet_at = max(suspects.lost_nodes.last_loss_at, self._waits_since) + self._pause_s
         if now >= self._waits_since + self._pause_s + MAX_WAIT_S:
@@ -119,7 +128,7 @@ class Suspicion:
         return 0.0 if self._room else POLL_S
 
     def narrow(self, fleet: Fleet) -> Fleet:
-        """Return the nodes on which the call is tried; the whole fleet if no trial is due."""
+        """Return the trial's node with its partners; the whole fleet if no trial is due."""
         if not self._room:
             return fleet
 
@@ -128,27 +137,26 @@ class Suspicion:
 
         if self._work is Work.TOKENS or not fleet.prefills:
             return fleet.only(decode=is_room) or fleet
-        # Rule out pairs without a prefill node, whose decode node would compute the prompt.
+        # Leave out decode nodes without a prefill node: they would compute the prompt, which the
+        # prefill node must do in this trial.
         pairs = {("", node.engine_id) for node in fleet.self_prefilling}
         return fleet.only(prefill=is_room, ruled_out=pairs) or fleet
 
     def note_placed(self, placement: Placement) -> None:
-        """Note that the call was placed.
-
-        Begin its trial if it was placed on the node kept for it.
-        """
+        """Note that the call was placed, and begin its trial if it got the node kept for it."""
         prefill, decode = placement.prefill, placement.decode
         computes = prefill if prefill is not None and self._work is Work.PROMPT else decode
         if self._room and computes.engine_id == self._room:
             self._tried_on = self._room
             self._suspects.begin_trial(self._fingerprint)
         else:
-            self._leave_room()  # the node that was kept for the call does not admit it
+            self._leave_room()  # the policy could not use the node that was kept for the call
 
     def note_progress(self, attempt: Attempt) -> None:
         """Note that an attempt yielded tokens.
 
-        This clears the call for the work that led to them.
+        The first token clears the call for computing prompts; after `PROVEN_TOKENS` tokens, the
+        call is cleared altogether.
         """
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
@@ -156,14 +164,14 @@ class Suspicion:
             self._clear(Work.PROMPT)
 
     def close(self) -> None:
-        """Note that the call has left its nodes."""
+        """End the call's trial, and release the node that was kept for it."""
         if self._tried_on:
             self._suspects.end_trial(self._fingerprint)
             self._tried_on = ""
         self._leave_room()
 
     def note_ended(self) -> None:
-        """Note that the call has ended; a verdict may follow later."""
+        """Note that the call has ended; its last trial may be judged later."""
         self.close()
         if self._verdict is not None:
             self._suspects.keep_open(self._verdict)
@@ -172,7 +180,10 @@ class Suspicion:
     # ------------------------------------------------------------------ outcome of the trial
 
     def _has_verdict(self) -> bool:
-        """Return whether it is known if the trial's node died."""
+        """Return whether it is known if the trial's node died.
+
+        Raises PoisonRequestError if the death proves that the call kills nodes.
+        """
         verdict = self._verdict
         assert verdict is not None
         fate = self._suspects.lost_nodes.fate(verdict.loss)
@@ -186,7 +197,7 @@ class Suspicion:
         return True
 
     def _forget_returned(self) -> None:
-        """Forget losses of nodes that came back."""
+        """Forget the losses of nodes whose process has joined again."""
         for work, losses in list(self._blamed.items()):
             returned = {loss for loss in losses if loss.fate is Fate.RETURNED}
             losses -= returned
@@ -195,7 +206,7 @@ class Suspicion:
                 self._clear(work)
 
     def _clear(self, *works: Work) -> None:
-        """Clear the call of losses during these kinds of work."""
+        """Clear the call of the losses during these kinds of work."""
         for work in works:
             self._suspects.forget_losses(self._fingerprint, self._blamed.pop(work, ()))
             if self._work is work:
@@ -208,7 +219,7 @@ class Suspicion:
 
 
 def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
-    """Return the work that a node may have begun but not completed for an attempt, or None."""
+    """Return the work of an attempt that a node may have begun but not completed, or None."""
     prefill, decode = attempt.prefill, attempt.decode
     if prefill is not None and prefill.engine_id == engine_id and not attempt.began:
         return Work.PROMPT
@@ -216,7 +227,7 @@ def begun_on(attempt: Attempt, engine_id: str) -> Work | None:
         return None
     if prefill is None and not attempt.began:
         return Work.PROMPT
-    # A decode node compiles the grammar while another node computes the prompt.
+    # A decode node compiles the grammar while the prefill node computes the prompt.
     return Work.TOKENS if attempt.began or attempt.has_grammar else None
 
 

@@ -1,12 +1,11 @@
 """TrialRooms: keeps nodes free ("rooms"), so that each suspect request is tried alone.
 
-    a suspect asks for a room    the least busy node is kept: new requests go elsewhere
-    the node is still busy       its requests move elsewhere, as after a preemption
+    a suspect asks for a room    the least busy node is kept: new requests go to other nodes
+    the node is still busy       its requests move to other nodes, as after a preemption
     the suspect is done          the next suspect gets the room; without one, the room opens
     the room was kept for long   the room opens to all requests
 
-If no other node exists, ordinary requests wait a moment, at most `MAX_KEPT_S`. `TrialRooms` knows
-neither the suspicion nor how a trial ends.
+If no other node exists, ordinary requests wait until the room opens, at most `MAX_KEPT_S`.
 """
 
 from __future__ import annotations
@@ -24,27 +23,30 @@ from router.fleet.node_pool import NodePool
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which a newly kept node may finish its requests before the router moves them elsewhere.
+# A newly kept node may finish its requests for this many seconds; then the router moves them to
+# other nodes.
 QUIESCE_S = 1.0
-# Longest time in seconds that one node is kept, over all suspects.
+# A node is kept for at most this many seconds, for all suspects in turn.
 MAX_KEPT_S = 5.0
-# Seconds for which a node serves ordinary requests before it may be kept again. Without this rest,
-# a series of suspects could keep the only node for ever.
+# After it was kept, a node serves ordinary requests for at least this many seconds. Without this
+# rest, a series of suspects could keep the only node for ever.
 REST_S = 2.0
-# Seconds in which the next suspect may take over a free room.
+# A room without a suspect stays closed for this many seconds, so that the next suspect may take it
+# over.
 HAND_OVER_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class _Room:
     node: Node
-    owner: object | None  # the suspect that has the room; None: between two suspects
+    # The suspect for which the node is kept; None: it waits for the next suspect
+    owner: object | None
     kept_since: float
-    is_told: bool = False  # whether it was logged that requests are moved
+    is_told: bool = False  # whether the log says that the node's requests are moved
 
 
 class TrialRooms:
-    """Keeps nodes of one base model free for suspects.
+    """Keeps nodes of one base model free for trials of suspects.
 
     Args:
         pool: the joined nodes; provides the clock.
@@ -53,20 +55,21 @@ class TrialRooms:
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
         self._rooms: dict[str, _Room] = {}  # kept nodes, by engine id
-        self._rests_until: dict[str, float] = {}  # rest times, by engine id
+        # Until when a node may not be kept again, by engine id
+        self._rests_until: dict[str, float] = {}
 
     def __bool__(self) -> bool:
-        """Return whether any node is kept."""
+        """Return whether any node is kept for a suspect."""
         return bool(self._rooms)
 
     def acquire(self, owner: object, nodes: Iterable[NodeLoad]) -> str:
-        """Return the engine id of an idle node that is now kept for the owner; "" if none is.
+        """Keep a node for a suspect; return the node's engine id once it is idle, else "".
 
-        Ask again until a node is kept, or call `release`.
+        Ask again until the node is idle, or call `release`.
 
         Args:
-            owner: a suspect; one suspect has at most one room.
-            nodes: candidates for the room.
+            owner: the suspect; a suspect has at most one room.
+            nodes: the nodes that may be kept.
         """
         suitable = {node.engine_id for node in nodes}
         mine = next((one for one in self._rooms.values() if one.owner is owner), None)
@@ -86,14 +89,18 @@ class TrialRooms:
         return "" if mine.node.num_open else mine.node.engine_id
 
     def release(self, owner: object) -> None:
-        """Hand the owner's room to the next suspect, or open the room if none comes."""
+        """Hand the suspect's room to the next suspect, or open the room if none comes."""
         for room in self._rooms.values():
             if room.owner is owner:
                 room.owner = None
                 asyncio.get_running_loop().call_later(HAND_OVER_S, self._open_if_free, room)
 
     def without(self, fleet: Fleet, owner: object | None = None) -> Fleet:
-        """Return the fleet without nodes that are kept for other owners; may be empty."""
+        """Return the fleet without the nodes that are kept for other suspects; may be empty.
+
+        Args:
+            owner: the suspect that may use its own room; None: no suspect.
+        """
 
         def is_free(node: NodeLoad) -> bool:
             room = self._rooms.get(node.engine_id)
@@ -123,9 +130,7 @@ class TrialRooms:
         return room
 
     def _may_keep(self, node: Node, num_others: int) -> bool:
-        """Return whether one more node may be kept.
-
-        The other nodes must do all other requests' work.
+        """Return whether enough nodes are left for ordinary requests if this node is kept, too.
 
         Args:
             num_others: number of other candidates that are not kept.
@@ -138,7 +143,7 @@ class TrialRooms:
             return False
         if all(one.registration.role is role for one in kept):
             return True
-        # Two trials at a time need two free nodes of the other role.
+        # A trial needs a node of the other role as partner, and two trials need two.
         other_role = [one for one in nodes if one.registration.role is not role]
         return num_others > 0 and len(other_role) > len([one for one in kept if one in other_role])
 
@@ -147,7 +152,7 @@ class TrialRooms:
             self._open(room)
 
     def _open_and_rest(self, room: _Room) -> None:
-        """Open a room that was kept too long, and let its node rest for a while."""
+        """Open a room that was kept too long; its node may not be kept again for `REST_S`."""
         if self._rooms.get(room.node.engine_id) is room:
             now = self._pool.clock()
             self._rests_until = {name: at for name, at in self._rests_until.items() if at > now}

@@ -1,12 +1,12 @@
 """EncodePlaces: decides which node encodes each image of a prompt.
 
-    kept on the prefill node     nobody encodes
-    kept on an encode node       this node sends its encoding
-    else                         the place with the lowest cost in seconds
+    encoding kept on the prefill node     nobody encodes the image
+    encoding kept on an encode node       this node sends its encoding
+    else                                  the node with the lowest cost in seconds encodes
 
-The encoder and its cache on each node belong to the node; the router only remembers where images
-were encoded lately. A wrong memory costs time: the prefill node encodes what is missing. Refuses to
-know: links, attempts, why a prefill node was chosen.
+Each node manages its own cache of encodings; the router only remembers where images were encoded
+lately. If the router is wrong, the prefill node encodes what is missing, which only costs time.
+`EncodePlaces` knows neither links nor attempts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from baton.engine_config import DEFAULT_ENCODER_CACHE_TOKENS
 from baton.link.words import NodeRole, StepTime
 from router.fleet.node import Node
 
-# An encoding on a prefill node also delays the other prompts there, so it counts twice.
+# Encoding on a prefill node also delays the other prompts there, so its seconds are multiplied by
+# this factor.
 HOLD_FACTOR = 2.0
-# Encode nodes whose encodings did not come get no images for this long.
+# An encode node whose encodings did not arrive gets no images for this many seconds.
 BARRED_S = 5.0
-# Time per image token of a node that has measured none.
+# Assumed seconds per image token for a node that has not measured its encoder.
 DEFAULT_S_PER_TOKEN = 1e-3
 
 
@@ -37,8 +38,8 @@ class EncodePlan:
     Attributes:
         epoch: number of the attempt.
         prefill_engine_id: the attempt's prefill node.
-        engine_ids: per image the engine id of its encode node; empty: the prefill node.
-        by_node: images of each encode node.
+        engine_ids: engine id of each image's encode node; empty: the prefill node encodes it.
+        by_node: the images that each encode node must encode.
     """
 
     epoch: int
@@ -48,7 +49,7 @@ class EncodePlan:
 
 
 class EncodePlaces:
-    """Remembers images and open work by node. Belongs to one base model.
+    """Remembers for each node which encodings it keeps, and how much encoding work is open there.
 
     Args:
         clock: returns monotonic seconds.
@@ -57,8 +58,9 @@ class EncodePlaces:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._kept: dict[str, _Kept] = {}  # by engine id
-        self._open: dict[str, dict[int, float]] = {}  # by engine id: seconds of work, by epoch
-        self._barred: dict[str, float] = {}  # by engine id: until when
+        # By engine id: seconds of open encoding work, by the attempt's epoch
+        self._open: dict[str, dict[int, float]] = {}
+        self._barred: dict[str, float] = {}  # by engine id: until when the node gets no images
 
     def plan(
         self,
@@ -68,11 +70,12 @@ class EncodePlaces:
         num_cached_tokens: int,
         epoch: int,
     ) -> EncodePlan | None:
-        """Choose where an attempt's images are encoded; None: there is no encode node.
+        """Choose where an attempt's images are encoded; return None if no encode node can be used.
 
         Args:
             nodes: encode nodes that reach the prefill node.
-            num_cached_tokens: leading prompt tokens that the prefill node does not compute.
+            num_cached_tokens: number of leading prompt tokens that the prefill node has in its
+                cache and does not compute.
         """
         now = self._clock()
         usable = [node for node in nodes if self._barred.get(node.engine_id, now) <= now]
@@ -94,13 +97,17 @@ class EncodePlaces:
         firsts = {image.span.digest: image for image in reversed(images)}
         for node in usable:
             mine = (firsts[digest] for digest in chosen if chosen[digest] is node)
-            own = tuple(sorted(mine, key=lambda image: image.span.first))  # as commands need them
+            # Commands list images in the order of the prompt
+            own = tuple(sorted(mine, key=lambda image: image.span.first))
             if own:
                 plan.by_node.append((node, own))
         return plan
 
     def _choose(self, image: PromptImage, prefill: Node, nodes: Iterable[Node]) -> Node | None:
-        """Return the cheapest encode node of an image; None: the prefill node is cheaper."""
+        """Return the encode node that encodes an image at the lowest cost.
+
+        Returns None if the prefill node has the encoding, or encodes at a lower cost.
+        """
         digest, num_tokens = image.span.digest, image.span.num_tokens
         if self._has(prefill.engine_id, digest):
             return None
@@ -111,7 +118,8 @@ class EncodePlaces:
             encode_s = encode_seconds(node.registration.encode_times, num_tokens)
             wait_s = sum(self._open.get(node.engine_id, {}).values())
             there_s = 0.0 if self._has(node.engine_id, digest) else wait_s + encode_s
-            # The prompt waits for its turn on the prefill node in any case.
+            # The prompt waits in the prefill node's queue in any case, so encoding delays it only
+            # by the time beyond this wait.
             exposed_s = max(there_s - prefill.load.prefill_queue_s, 0.0)
             costs.append((exposed_s, wait_s, node.name, node, HOLD_FACTOR * encode_s))
         if not costs:
@@ -132,7 +140,10 @@ class EncodePlaces:
     def note_computed(
         self, plan: EncodePlan, images: Sequence[PromptImage], receipt: PrefillReceipt
     ) -> None:
-        """Note that an attempt's prompt is computed, so that its prefill node keeps the images."""
+        """Note that the prefill node has computed an attempt's prompt, and so has its encodings.
+
+        If the receipt reports lost encodings, the plan's encode nodes get no images for a while.
+        """
         kept = _Kept(DEFAULT_ENCODER_CACHE_TOKENS)
         kept = self._kept.setdefault(plan.prefill_engine_id, kept)
         for image in images:
@@ -145,12 +156,12 @@ class EncodePlaces:
         self.close(plan)
 
     def close(self, plan: EncodePlan) -> None:
-        """Count an attempt's images as work no more; safe to repeat."""
+        """End the encoding work of an attempt; safe to repeat."""
         for node, _ in plan.by_node:
             self._open.get(node.engine_id, {}).pop(plan.epoch, None)
 
     def forget(self, engine_id: str) -> None:
-        """Forget a node that left."""
+        """Forget all about a node that left."""
         self._kept.pop(engine_id, None)
         self._open.pop(engine_id, None)
         self._barred.pop(engine_id, None)
@@ -161,17 +172,18 @@ class EncodePlaces:
 
 
 class _Kept:
-    """The images that a node probably keeps encodings of, at most of some tokens together."""
+    """The images whose encodings a node probably keeps, limited by their total number of tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        # Number of tokens by digest, least recently used first
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._sizes
 
     def note(self, image: PromptImage) -> None:
-        """Note that a node has, or soon has, an image's encoding."""
+        """Note that a node has an image's encoding, or will have it soon."""
         self._sizes[image.span.digest] = image.span.num_tokens
         self._sizes.move_to_end(image.span.digest)
         while sum(self._sizes.values()) > self._num_tokens:
@@ -179,7 +191,12 @@ class _Kept:
 
 
 def encode_seconds(times: Sequence[StepTime], num_tokens: int) -> float:
-    """Return the estimated time to encode an image, from times that rise with the tokens."""
+    """Estimate the seconds to encode an image.
+
+    Args:
+        times: the node's measured times, sorted by number of tokens.
+        num_tokens: number of tokens that the image takes in the prompt.
+    """
     if not times:
         return DEFAULT_S_PER_TOKEN * num_tokens
     if len(times) == 1:
@@ -190,6 +207,6 @@ def encode_seconds(times: Sequence[StepTime], num_tokens: int) -> float:
 
 
 def _capacity(node: Node) -> int:
-    """Return the most image tokens whose encodings an encode node keeps."""
+    """Return how many image tokens the encodings kept by an encode node may have together."""
     assert node.registration.role is NodeRole.ENCODE
     return node.registration.num_blocks * node.registration.block_size

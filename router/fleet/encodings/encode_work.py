@@ -42,7 +42,7 @@ class EncodeWork:
         return () if self.plan is None else self.plan.engine_ids
 
     def send_commands(self, timeout_s: float) -> None:
-        """Let encode nodes send their encodings to the prefill node, which expects them."""
+        """Tell encode nodes to encode the images and send them to the prefill node."""
         if self.plan is None:
             return
         for node, images in self.plan.by_node:
@@ -62,11 +62,11 @@ class EncodeWork:
         if plan is None:
             return
         self._places.note_computed(plan, self._images, receipt)
-        if receipt.num_encodings_lost:  # lost images may still wait for their turn
+        if receipt.num_encodings_lost:  # encode nodes may still have images in their queues
             self._cancel(plan)
 
     def end(self) -> None:
-        """Cancel images that wait on encode nodes; safe to repeat."""
+        """Cancel the images that still wait on encode nodes; safe to repeat."""
         plan, self.plan = self.plan, None
         if plan is not None:
             self._places.close(plan)

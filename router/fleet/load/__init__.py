@@ -1,1 +1,1 @@
-"""One node's load, speed and deadlines. Only numbers, no judgements."""
+"""One node's load, speed and deadlines, as numbers for policies to compare."""

@@ -1,11 +1,12 @@
-"""MeasuredLine: a line fitted to measurements that predicts the seconds of a prompt or a step.
+"""MeasuredLine: predicts the seconds of a prompt or a step by a line fitted to measurements.
 
     prior    the node's own step times, or the line measured by other nodes, or a default
-    level    median of measured / prior, which one odd measurement does not move; starts at the
-             level of all nodes, or an unmeasured node would look faster than its measured equals
-    slope    least squares of relative errors around that level; outliers are bounded
+    level    median of measured / prior, which one odd measurement does not move. It starts at
+             the level of all nodes; else an unmeasured node would look faster than equal nodes
+             that were measured
+    slope    least squares of relative errors around prior * level; outliers are bounded
 
-Only the latest measurements count, the newest most. The line knows neither nodes nor clocks.
+Only the latest measurements count, and the newest have the largest weight.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ Point = tuple[float, float]  # (units, seconds)
 _Weighted = tuple[float, float, float]  # (units, seconds, weight)
 
 NUM_KEPT = 16
-# Measurements between two fits, once there are many: a fit costs as much time as placing a request.
+# Once there are many measurements, the line is fitted again after this many new ones: a fit takes
+# as long as placing a request.
 DRAWN_EVERY = 8
 _OLDEST_WEIGHT = 0.2  # weight of the oldest measurement kept, relative to the newest
 _COLD_WEIGHT = 0.25  # weight of the first measurement, which may include warm-up or compilation
-# The prior weighs as much as this many measurements.
+# The prior (a profile, or other nodes' line) weighs as much as this many measurements.
 PROFILE_WEIGHT, SHARED_WEIGHT = 1.5, 0.5
 _LARGEST_ERROR = 0.5  # a larger relative error counts as this error
-# Times are limited, to keep sums of squares finite whatever a node reports.
+# Bounds of all times, so that sums of squares stay finite whatever a node reports.
 _LEAST_S, _MOST_S = 1e-6, 1e6
 _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
 
 class FleetLevel:
-    """The median of measured / profile over the latest measurements of all nodes.
+    """How much slower nodes are than in their profiles: the median of measured / profile.
 
-    A node that serves is slower than its profile, which it measured without load.
+    A node measured its profile without load, so a node that serves is slower.
 
     Attributes:
-        value: the median; 1 before any measurement.
-        num_changes: how often the value was computed.
+        value: the median over the latest measurements of all nodes; 1 before any measurement.
+        num_changes: how often the median was computed.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class FleetLevel:
         self._num_noted = 0
 
     def note(self, ratio: float) -> None:
-        """Add the ratio of measured seconds to the profile's seconds for one prompt or step."""
+        """Add a measurement: measured seconds divided by the profile's, for one prompt or step."""
         self._ratios.append((ratio, 1.0))
         self._num_noted += 1
         if self._num_noted <= NUM_KEPT or self._num_noted % DRAWN_EVERY == 0:
@@ -54,19 +56,20 @@ class FleetLevel:
 
 
 class MeasuredLine:
-    """Model ``seconds = base + per_unit * units``, with both coefficients at least 0.
+    """A fitted line ``seconds = base + per_unit * units``; base and slope are at least 0.
 
     Args:
         profile: times that the node measured at its start, sorted by units.
-        shared: line of all nodes, which gets every measurement but the first. It is the prior of
-            nodes without a profile; other nodes begin at its ``fleet_level``.
-        default: two points, used before any measurement; needed without ``shared``.
-        num_kept: number of measurements kept.
-        shared_units: units at which the line samples ``shared``.
+        shared: line of all nodes, which gets all of this node's measurements but the first. It is
+            the prior of a node without a profile; a node with a profile starts at its
+            ``fleet_level``.
+        default: two points of the prior for a line without profile and ``shared``.
+        num_kept: number of latest measurements that are kept.
+        shared_units: numbers of units at which this line takes points from ``shared``.
 
     Attributes:
-        num_measured: measurements added here since the start.
-        fleet_level: on a shared line, the level of all nodes that have a profile.
+        num_measured: number of measurements added to this line since the start.
+        fleet_level: on a shared line, how much slower nodes are than in their profiles.
     """
 
     def __init__(
@@ -90,7 +93,8 @@ class MeasuredLine:
         self._num_kept = num_kept
         self._faded = tuple(_OLDEST_WEIGHT ** (age / num_kept) for age in range(num_kept))
         self._shared_units = shared_units
-        # At the last fit: measurements here, measurements on the shared line, changes of the level.
+        # Counts at the last fit: this line's measurements, the shared line's, and changes of the
+        # level.
         self._num_drawn = self._num_shared = self._num_levels = -1
         self.num_measured = 0
         self._prior = _fit_prior(self._points, self._weight) if self._points else (0.0, 0.0)
@@ -99,7 +103,7 @@ class MeasuredLine:
 
     @property
     def is_known(self) -> bool:
-        """Return whether this node has any measurement of its own, at its start or later."""
+        """Return whether the node measured itself at its start, or was measured since."""
         return self.num_measured > 0 or self._has_profile
 
     def seconds(self, units: float) -> float:
@@ -107,7 +111,7 @@ class MeasuredLine:
         return self.base + self.per_unit * units
 
     def measure(self, units: float, seconds: float) -> None:
-        """Add a measurement; the line changes at the next `refresh`."""
+        """Add a measured time; the line changes only at the next `refresh`."""
         is_cold = self.num_measured == 0 and self._shared is not None
         units, seconds = max(units, 1.0), _bounded(seconds)
         self._measured.append((units, seconds, _COLD_WEIGHT if is_cold else 1.0))
@@ -119,7 +123,7 @@ class MeasuredLine:
                 self._level.note(seconds / (base + per_unit * units))
 
     def refresh(self) -> None:
-        """Fit the line again if there are enough new measurements."""
+        """Fit the line again if there are enough new measurements since the last fit."""
         num_new = self.num_measured - self._num_drawn
         is_due = num_new > 0 if self.num_measured <= self._num_kept else num_new >= DRAWN_EVERY
         shared = self._follows
@@ -159,14 +163,14 @@ def _bounded(seconds: float) -> float:
 
 
 def _through(points: Sequence[Point]) -> Point:
-    """Return base and slope of a line through the first and the last point, both at least 0."""
+    """Return base and slope, both at least 0, of the line through the first and the last point."""
     (least, first_s), (most, last_s) = points[0], points[-1]
     per_unit = max(last_s - first_s, 0.0) / (most - least) if most > least else last_s / most
     return max(first_s - per_unit * least, 0.0), per_unit
 
 
 def _median(ratios: list[Point]) -> float:
-    """Return the weighted median of (ratio, weight) pairs; sorts the given list."""
+    """Return the weighted median of (ratio, weight) pairs; sort the given list in place."""
     ratios.sort()
     left = 0.5 * sum([each for _, each in ratios])
     for ratio, each in ratios:
@@ -177,17 +181,19 @@ def _median(ratios: list[Point]) -> float:
 
 
 def _fit_prior(points: Sequence[Point], weight: float) -> Point:
-    """Return base and slope fitted to points whose weights add up to ``weight``."""
+    """Return base and slope of a line through points that together weigh ``weight``."""
     each = weight / len(points)
     known = [(units, seconds, each) for units, seconds in points]
     return _fit(known, *_through(points))
 
 
 def _fit(points: Sequence[_Weighted], near_base: float, near_slope: float) -> Point:
-    """Return base and slope by least squares of relative errors.
+    """Return base and slope of a line fitted by least squares of relative errors.
 
     Args:
-        near_base, near_slope: line to which errors are relative; large errors are bounded.
+        points: (units, seconds, weight).
+        near_base, near_slope: line that the errors are relative to; a point far from this line
+            weighs less.
     """
     weight = x = y = xx = xy = 0.0
     for units, seconds, each in points:

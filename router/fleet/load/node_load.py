@@ -1,10 +1,10 @@
-"""NodeLoad: what the router knows of one node's load and speed, for policies to read.
+"""NodeLoad: what the router knows about one node's load and speed, for policies to read.
 
-    counted     requests that are placed, begin or end on the node
-    reported    beats: the load by all routers' requests
+    counted     this router's requests that are placed, begin or end on the node
+    reported    the node's beats: its load by the requests of all routers
     measured    how long prompts and steps take: one `MeasuredLine` each
 
-Only the load's `Node` writes here. `NodeLoad` offers numbers and judges nothing.
+Only the `Node` that owns a load changes it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from router.fleet.load.forecast import ForecastCounts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
-# Assumed (prompt tokens, seconds) and (step units, seconds) of a node that reports no step times,
-# until it is measured. The numbers fit one mid-range GPU with an 8B model.
+# (prompt tokens, seconds) and (step units, seconds) that are assumed for a node without a profile
+# until it is measured. The values fit a mid-range GPU with an 8B model.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
-# In a decode step, a request costs about as much time as this many tokens of context.
+# In a decode step, a request costs about as much time, beside its context, as this many tokens of
+# context.
 REQUEST_UNITS = 500
-# One measurement is the mean over this many steps, because a busy node's messages come in bursts.
+# A measurement of steps is the mean over this many, because messages of a busy node come in bursts.
 STEPS_MEASURED_TOGETHER = 8
-# Number of profiled steps that includes several batch sizes: one size alone yields no slope.
+# Number of step measurements kept: enough to include several batch sizes, because a single size
+# yields no slope.
 _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
-_LONG_PROMPT = 4  # profiles are extended to prompts this many times as long as the largest step
+# A profile gets one more point, for a prompt this many times as long as its largest step
+_LONG_PROMPT = 4
 # How many times longer a prompt takes while other requests decode on its node: the first assumed
-# value, the highest value that counts, and the weight of the newest measurement.
+# factor, the largest factor that counts, and the smallest weight of a new measurement.
 _FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
 _FADING = 0.05  # weight of a new value in running averages
 _LONG_FADING = 0.01
@@ -42,14 +45,16 @@ _LONG_FADING = 0.01
 
 @dataclass(slots=True)
 class SharedRates:
-    """Rates that all nodes of a router have measured together; a new node starts with these rates.
+    """Times and lengths that the nodes of a router measured together; a new node starts with them.
 
     Attributes:
+        prefill: seconds of a prompt, by its number of tokens.
+        step: seconds of a decode step, by its units.
         output_tokens: mean output length of a request.
-        long_output_tokens: length that few outputs exceed; rises at once, falls slowly.
-        residence_s: mean time that a request decodes.
-        kv_bytes_per_token: KV size of a token over all layers; 0: unknown.
-        forecasts: how well prompts' times were forecast.
+        long_output_tokens: output length that few requests exceed; rises at once, falls slowly.
+        residence_s: mean seconds that a request decodes.
+        kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
+        forecasts: how well the times of prompts were forecast.
     """
 
     prefill: MeasuredLine = field(default_factory=lambda: MeasuredLine(default=_DEFAULT_PREFILL))
@@ -68,16 +73,16 @@ class Account:
     """The load of one open request on one node; only the node's `NodeLoad` writes here.
 
     Attributes:
-        num_tokens: what the request adds to the node's ``num_open_tokens``.
-        num_uncomputed: prompt tokens to compute here.
-        num_arriving: prompt tokens whose KV needs room here and has not arrived.
-        num_decoding: prompt tokens of a request that decodes here; 0 before.
+        num_tokens: the request's part of the node's ``num_open_tokens``.
+        num_uncomputed: number of prompt tokens that this node must still compute.
+        num_arriving: number of prompt tokens whose KV needs room here and has not arrived.
+        num_decoding: number of prompt tokens once the request decodes here; 0 before.
         is_beside: whether other requests were on this decode node when this request was placed.
-        begun_at: when the request's first token came from this decode node; None before.
+        begun_at: when this decode node sent the request's first token; None before.
         promise: the request's deadline, if it decodes here.
-        forecast: expected times of the prompt; None if another node computes it.
-        unmeasured: number of tokens of a prompt that this decode node computed, and the seconds
-            that the router measured, until the node reports its own time; None: nothing to measure.
+        forecast: expected times of the prompt; None if another node computes the prompt.
+        unmeasured: tokens and seconds of a prompt that this decode node computed, as the router
+            measured them; kept until the node reports its own time. None: nothing to measure.
     """
 
     num_tokens: int
@@ -92,45 +97,47 @@ class Account:
 
 
 class NodeLoad:
-    """Tracks one node's load. Policies and the gate read it and change nothing.
+    """Tracks one node's load. Policies and the gate only read the load.
 
     Args:
         shared: measurements of all nodes of this router.
         clock: returns monotonic seconds.
 
     Attributes:
-        weight: share of its usual load that the node should get, above 0 up to 1; low during
-            warm-up.
+        weight: share of a healthy node's load that this node should get, above 0 up to 1; low
+            during warm-up.
         num_blocks: size of the node's KV cache in blocks.
         max_model_len: longest request that the node accepts, in tokens.
         loads_adapters: whether the node can load adapters from files.
         encodes_images: whether the node can compute prompts with images.
         adapters: digests of the adapters in the node's memory.
         beat: the node's latest report of its load from all routers.
-        num_open_requests: requests that this router placed on the node and that have not ended.
-        num_open_tokens: on a prefill node, open requests' prompt tokens that are not computed yet;
-            on a decode node, open requests' prompt tokens plus largest outputs.
-        num_uncomputed_requests: open requests whose prompt the node must still compute.
-        num_placed_tokens: tokens of all requests ever placed on the node, counted like
-            ``num_open_tokens``.
+        num_open_requests: number of requests that this router placed on the node and that have not
+            ended.
+        num_open_tokens: tokens of the open requests. On a prefill node: prompt tokens that are not
+            computed yet; on a decode node: prompt tokens plus the largest possible outputs.
+        num_uncomputed_requests: number of open requests whose prompt the node must still compute.
+        num_placed_tokens: tokens of all requests that this router ever placed on the node, counted
+            like ``num_open_tokens``.
         prefill: predicted seconds to compute a prompt, by its number of uncomputed tokens.
-        prefill_queue_s: time to compute all open prompts.
-        prefill_base_s, prefill_s_per_token: line of the time to compute one more prompt, by its
-            tokens; scaled up for a weight below 1.
-        prefill_front_s: the first prompt's part of ``prefill_queue_s``; may be partly done.
-        prefill_progress_at: when the last prompt was done, or when the first prompt came to the
-            idle node, by the clock.
+        prefill_queue_s: predicted seconds to compute all open prompts, of all routers.
+        prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
+            queue included: base + per token * uncomputed tokens. Larger if the weight is below 1.
+        prefill_front_s: mean share of one prompt in ``prefill_queue_s``, for the first prompt, a
+            part of which may be done.
+        prefill_progress_at: when the node last finished a prompt, or when it got its first prompt
+            after being idle, by the clock.
         prefill_asked_at: when the last prompt was placed on the node, or when the node joined.
         beside_factor: how many times longer a prompt takes while other requests decode on the node;
-            above 1, because its chunks are small and share their steps with decodes.
-        step: seconds per decode step, by `step_units`.
-        step_units: size of a step: context tokens, plus `REQUEST_UNITS` per request.
-        step_base_s, step_s_per_unit: line of the cost per step of one more request, by its units:
-            its own share of the step, and the delay of all other requests.
-        num_batch: requests on the node, or on their way to the node.
-        num_free_tokens: free room for KV in tokens, once all placed requests have arrived; may be
-            negative.
-        num_room_tokens: longest prompt that finds room without waiting.
+            above 1, because the prompt's chunks are small and share their steps with decodes.
+        step: predicted seconds of a decode step, by `step_units`.
+        step_units: size of the next step: its context tokens, plus `REQUEST_UNITS` per request.
+        step_base_s, step_s_per_unit: cost in seconds per step of one more request: base + per unit
+            * the request's units. Counts the step itself and the delay of all other requests.
+        num_batch: number of requests on the node, or on their way to it, from all routers.
+        num_free_tokens: number of tokens whose KV finds room once the KV of all placed requests has
+            arrived; may be negative.
+        num_room_tokens: tokens of the longest prompt whose KV finds room without waiting.
         shared: measurements of all nodes of this router.
     """
 
@@ -174,7 +181,8 @@ class NodeLoad:
         self._is_decode = registration.role is NodeRole.DECODE
         self._clock = clock
         self.has_beat = False
-        self._num_uncomputed = 0  # prompt tokens that this router's requests must compute here
+        # Number of prompt tokens of this router's requests that are not computed
+        self._num_uncomputed = 0
         self.num_uncomputed_requests = 0
         self._num_foreign = 0
         self._num_foreign_requests = 0
@@ -182,7 +190,8 @@ class NodeLoad:
         self._num_decoding_tokens = 0  # prompt tokens of the decoding requests
         self._foreign_units = self._foreign_running_units = 0.0
         self._stepped_at: float | None = None
-        self._num_timed = 0  # steps of the current measurement, and their sums
+        # Steps timed since the last measurement, and the sums of their units and seconds
+        self._num_timed = 0
         self._timed_units = self._timed_s = 0.0
         self.promises = Promises()
         self._derive()
@@ -206,7 +215,7 @@ class NodeLoad:
         num_arriving: int = 0,
         promise: Promise | None = None,
     ) -> Account:
-        """Count a request that was placed here and return its `Account`."""
+        """Add a request that was placed here to the load; return the request's `Account`."""
         forecast, is_beside = None, self.num_batch > 0
         if num_uncomputed:
             self.prefill_asked_at = now = self._clock()
@@ -230,7 +239,7 @@ class NodeLoad:
         )
 
     def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
-        """Return a prompt's forecast, if computing takes ``factor`` times as long as alone."""
+        """Forecast a prompt whose computation takes ``factor`` times as long as on an idle node."""
         begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
         wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
         return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
@@ -243,14 +252,14 @@ class NodeLoad:
             self.shared.forecasts.note(forecast)
 
     def note_computed(self, account: Account) -> None:
-        """Subtract an open request's computed prompt from this node's queue."""
+        """Take the prompt of an open request off the load, because it is computed."""
         self.num_open_tokens -= account.num_tokens
         account.num_tokens = 0
         self._drop_uncomputed(account)
         self._derive()
 
     def note_begun(self, account: Account) -> None:
-        """Count a request as decoding, because its KV is here and its first token came."""
+        """Count a request as decoding, because its KV is here and the node sent its first token."""
         account.begun_at = self._clock()
         if account.num_uncomputed:
             busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
@@ -269,13 +278,14 @@ class NodeLoad:
         self._derive()
 
     def note_prompt_time(self, account: Account, own_s: float = math.inf) -> None:
-        """Measure the prompt that this decode node computed, if there is one.
+        """Measure a prompt that this decode node computed itself; do nothing if it computed none.
 
-        The router's measurement includes the network time to the node and back. For a prompt with
-        few uncomputed tokens this is most of the time, and would make long prompts look slower.
+        The shorter of the node's and the router's time counts. The router's time includes the
+        network: for a prompt with few uncomputed tokens that is most of the time, and would make
+        long prompts look slower.
 
         Args:
-            own_s: seconds until its first token, measured by the node; inf: not reported.
+            own_s: seconds until the first token, measured by the node; inf: not reported.
         """
         if account.unmeasured is not None:
             num_tokens, seconds = account.unmeasured
@@ -289,7 +299,7 @@ class NodeLoad:
         self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
-        """Subtract everything that an ended request still counts for from the load."""
+        """Take everything that an ended request still counts for off the load."""
         self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
@@ -299,7 +309,7 @@ class NodeLoad:
         if account.promise is not None:
             self.promises.close(account.promise)
         if not self._num_decoding:
-            # The node is idle now, so the time until the next token is not a step
+            # The node is idle, so the time until its next token is not the time of a step.
             self._stepped_at = None
         self._drop_uncomputed(account)
         self._derive()
@@ -312,27 +322,27 @@ class NodeLoad:
             self.prefill_progress_at = self._clock()
 
     def note_stalled(self) -> None:
-        """Measure progress from now on, because the node was just ejected for its stall."""
+        """Count the time without progress from now on: the node was ejected or loads files."""
         self.prefill_progress_at = self._clock()
 
     @property
     def stalled_s(self) -> float:
-        """How long the prompts placed by this router have made no progress; 0 without prompts.
+        """Seconds since the node last finished a prompt of this router; 0 without open prompts.
 
-        Other routers' prompts do not count, because their progress is unknown here.
+        Prompts of other routers are left out, because their progress is unknown here.
         """
         return self._clock() - self.prefill_progress_at if self.num_uncomputed_requests else 0.0
 
     # ------------------------------------------------------------------ reported and measured
 
     def note_beat(self, beat: NodeBeat) -> None:
-        """Apply a node's report of its own load."""
+        """Update the load by a beat, the node's own report of its load."""
         if beat.adapters != self.beat.adapters:
             self.adapters = frozenset(beat.adapters)
         self.beat = beat
         self.has_beat = True
-        # Tokens that the node must compute beyond this router's count: for other routers' requests,
-        # and for prompts with fewer cached tokens than expected.
+        # Tokens that the node reports beyond this router's count: from other routers' requests, or
+        # from prompts with fewer cached tokens than expected.
         self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
         self._note_foreign_units()
         self.prefill.refresh()
@@ -340,7 +350,7 @@ class NodeLoad:
         self._derive()
 
     def _note_foreign_units(self) -> None:
-        """Estimate the step units of other routers' requests, each as an average request."""
+        """Estimate the step units of other routers' requests; each counts as an average request."""
         beat = self.beat
         num_reported = beat.num_running + beat.num_waiting + beat.num_waiting_for_remote_kvs
         num_held_tokens = (self.num_blocks - beat.num_free_blocks) * self.block_size
@@ -354,8 +364,8 @@ class NodeLoad:
     ) -> None:
         """Measure the prompts that one step finished together; call this before their legs close.
 
-        The time since the last such step is divided evenly among the prompts, and so are their
-        tokens: the time of each prompt is unknown, but the sum is the time that the node was busy.
+        The times of the single prompts are unknown. So the time since the last step that finished
+        prompts is divided evenly among the prompts, and so are their tokens.
         """
         computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
         now = self._clock()
@@ -370,9 +380,9 @@ class NodeLoad:
         self.prefill_progress_at = now
 
     def note_step(self) -> None:
-        """Note that the tokens of one decode step arrived, and measure the step.
+        """Note that the tokens of one decode step arrived, and measure the step's time.
 
-        The step time is fitted to the requests that decode now. Counting those still in transit
+        The step counts only requests that decode now. Counting requests whose KV has not arrived
         would flatten the line and overload the node.
         """
         self.promises.num_steps += 1
@@ -394,12 +404,13 @@ class NodeLoad:
         self._timed_units = self._timed_s = 0.0
 
     def note_decoded(self, num_tokens: int, residence_s: float, *, is_cut: bool = False) -> None:
-        """Note a request that ended after ``residence_s`` on this decode node.
+        """Update the mean output lengths and times by a request that ended on this decode node.
 
         Args:
-            num_tokens: length of its output; a step may sample several tokens.
-            is_cut: whether the token limit ended it. If so, it does not lower the average of long
-                outputs, because it might have been long without the limit.
+            num_tokens: number of output tokens.
+            residence_s: seconds that the request decoded here.
+            is_cut: whether the token limit ended the output. Such an output does not lower the
+                length of long outputs, because it might have been long without the limit.
         """
         shared = self.shared
         num_tokens = min(num_tokens, self.max_model_len)
@@ -411,14 +422,15 @@ class NodeLoad:
     # ------------------------------------------------------------------ derived
 
     def slack_s(self, now: float) -> float:
-        """Return how long one more prompt may delay steps before a request here is late.
+        """Return for how many seconds one more prompt may delay steps until some request is late.
 
-        Prompts that are already queued are included. Takes O(requests here).
+        The time to compute the prompts that are already queued is subtracted. Takes time
+        proportional to the requests on the node.
         """
         return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 
     def _derive(self) -> None:
-        """Compute the values that policies read more often than the values change."""
+        """Compute the values that policies read: they are read more often than they change."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
         self.prefill_queue_s = line.base * num_requests + line.per_unit * (
@@ -439,13 +451,13 @@ class NodeLoad:
         self.step_units = own_units + self._foreign_units
         step = self.step
         self.step_base_s = step.base + step.per_unit * self.step_units / weight
-        # Slower steps also delay the other requests, which have half of their steps left on
+        # A slower step also delays the other requests, which have half of their steps left on
         # average.
         self.step_s_per_unit = step.per_unit * (1 + self.num_batch / 2 / weight)
 
 
 def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
-    """Return the node's measured step times, plus an extrapolated time for a long prompt."""
+    """Return the times of a node's profile, and an extrapolated time for a long prompt."""
     times = registration.step_times
     if len(times) < 2:
         return ()
@@ -455,7 +467,7 @@ def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
 
 
 def _decode_profile(registration: NodeRegistration) -> tuple[Point, ...]:
-    """Return the node's decode steps sorted by units; empty if too few for a line."""
+    """Return the decode times of a node's profile by step units; empty if a line needs more."""
     seconds_of = {
         float(REQUEST_UNITS * one.num_requests + one.num_context_tokens): one.seconds
         for one in registration.decode_times

@@ -1,24 +1,23 @@
-"""Promises: deadlines of the requests on a decode node, and the delay that they still permit.
-
-`Promises` knows deadlines and steps, but neither prompts nor memory.
-"""
+"""Promises: deadlines of the requests on a decode node, and how much delay they still allow."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-# Without a margin, half of the requests would finish late; the gate has the same margin.
+# Steps are assumed to take this many times as long as predicted; without a margin, half of the
+# requests would be late. The gate has the same margin.
 _MARGIN = 1.15
 
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """The deadline of a request; times are by the node's clock.
+    """The deadline of one request, in times of the router's clock.
 
     Attributes:
-        num_steps: decode steps that the request may take.
-        arrives_at: when the request's KV is expected.
+        finish_by: when the request must have finished.
+        num_steps: number of decode steps that the request may take.
+        arrives_at: when the request's KV is expected on the node.
         ends_with: number of the node's step that ends the request; None before its first token.
     """
 
@@ -32,7 +31,7 @@ class Promises:
     """Tracks the deadlines of the requests on one decode node.
 
     Attributes:
-        num_steps: steps that the node has made.
+        num_steps: number of decode steps that the node has made.
     """
 
     def __init__(self) -> None:
@@ -40,24 +39,26 @@ class Promises:
         self._open: set[Promise] = set()
 
     def open(self, finish_by: float, num_steps: float, arrives_at: float) -> Promise:
-        """Add the promise that a placed request must finish by ``finish_by``."""
+        """Add the deadline of a request that was placed on the node."""
         promise = Promise(finish_by, num_steps, arrives_at)
         self._open.add(promise)
         return promise
 
     def begin_promise(self, promise: Promise) -> None:
-        """Count a promise's steps from now on, because the request has its first token."""
+        """Count a request's steps from now on, because it has its first token."""
         promise.ends_with = self.num_steps + promise.num_steps
 
     def close(self, promise: Promise) -> None:
-        """Drop the promise of a request that ended; harmless if it is unknown."""
+        """Drop the deadline of a request that ended; do nothing if it is unknown."""
         self._open.discard(promise)
 
     def slack_s(self, now: float, step_s: float) -> float:
-        """Return how long steps may pause until a request is late; negative: one will be late.
+        """Return for how many seconds steps may pause until some request is late.
+
+        Negative: some request will be late in any case.
 
         Args:
-            step_s: duration of a step without prompts.
+            step_s: predicted seconds of a step without prompt tokens.
         """
         step_s *= _MARGIN
         slack_s = math.inf

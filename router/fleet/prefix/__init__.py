@@ -1,1 +1,1 @@
-"""Which blocks of a prompt are in each node's prefix cache, as far as nodes report it."""
+"""How much of a prompt each node has in its prefix cache, as far as nodes report their caches."""

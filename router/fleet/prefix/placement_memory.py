@@ -1,7 +1,7 @@
-"""PlacementMemory: where prompts went recently; for nodes that do not report their caches.
+"""PlacementMemory: to which nodes prompts went lately, for nodes that do not report their caches.
 
-Entries have no expiry time. Instead, two generations are kept, and the older one expires as a
-whole.
+Entries have no expiry time of their own. Instead, two generations of entries are kept, and the
+older one expires as a whole.
 
     note ->  [ newest ]   every lifetime_s / 2, or when it is full:  newest -> previous -> gone
 """
@@ -15,18 +15,18 @@ from baton.kv.block_hash import ShortHash
 
 
 class PlacementMemory:
-    """Remembers which block contents were sent to which nodes.
+    """Remembers for each block of a prompt to which nodes it was sent.
 
-    Sets of nodes are bits of an integer.
+    A set of nodes is an integer with one bit per node.
 
     Args:
-        max_blocks: maximum number of contents remembered.
-        lifetime_s: longest time that a placement is remembered; the shortest time is half as long,
-            or less if there are too many placements.
+        max_blocks: maximum number of blocks remembered.
+        lifetime_s: longest time that an entry is remembered; the shortest time is half as long, or
+            less if there are too many entries.
         clock: returns monotonic seconds.
 
     Attributes:
-        generation: number of generations that have expired.
+        generation: number of generations that were begun since the first.
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class PlacementMemory:
         return len(self._newest) + len(self._previous)
 
     def note(self, bit: int, hashes: Iterable[ShortHash]) -> None:
-        """Remember that these block contents were sent to a node."""
+        """Remember that these blocks were sent to the node with this bit."""
         for block_hash in hashes:
             if len(self._newest) >= self._max_newest:
                 self._change()
             self._newest[block_hash] = self._newest.get(block_hash, 0) | bit
 
     def get(self, block_hash: ShortHash, default: int) -> int:
-        """Return the nodes that recently got this content, as bits; else ``default``."""
+        """Return the nodes to which this block was lately sent, as bits; ``default`` if none."""
         newest = self._newest.get(block_hash, 0)
         return newest | self._previous.get(block_hash, 0) or default
 
     def has_forgotten(self, generation: int) -> bool:
-        """Return whether everything noted up to and including this generation is forgotten."""
+        """Return whether all entries of this generation and earlier ones are forgotten."""
         return self.generation >= generation + 2 or not self.num_blocks
 
     def expire(self) -> None:
-        """Forget generations that are too old."""
+        """Forget the generations that are older than the lifetime."""
         now = self._clock()
         if now < self._change_at:
             return

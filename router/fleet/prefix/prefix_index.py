@@ -1,18 +1,18 @@
 """PrefixIndex: how much of a prompt each node has in its prefix cache.
 
-    block hash   nodes that hold the block,    to match, walk the prompt's blocks and keep
-                 as bits of an integer         the bits that all blocks so far have
+    block hash   nodes that hold the block,    to match a prompt, visit its blocks and keep
+                 as bits of an integer         the bits that all visited blocks have
        h0              1 1 0 1                   1 1 0 1
        h1              1 0 0 1                   1 0 0 1      node 2 has 1 block
        h2              0 0 1 1                   0 0 0 1      node 3 has 2, node 0 has 3
 
-The index is exact for nodes whose events come without a gap; for others, recent placements count
-(`placement_memory.py`). An error only means that a prompt is computed again, because nodes check
-their own caches. The index knows neither load nor which node gets a request.
+The index is exact for nodes that report each change of their cache without a gap. For other nodes,
+prompts that were lately sent to the node count as cached (`placement_memory.py`). If the index is
+wrong, a prompt is only computed again, because nodes check their own caches.
 
-A node with several KV cache groups reports the first one, which keeps most: full attention if the
-model has any. Blocks of other groups may be evicted, or the first group's window may slide, so the
-node's hit may be shorter or longer than the index says.
+A node with several KV cache groups reports only the first group, which keeps most: full attention
+if the model has it. Blocks of other groups may be evicted, or the first group's window may slide,
+so a node may find fewer or more cached tokens than the index says.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
 _MAX_SHARED_SETS = 2**16
-MAX_KINDS = 8  # maximum number of kinds of block hashes; a prompt is hashed once for each kind
+MAX_KINDS = 8  # maximum number of kinds of block hashes, because a prompt is hashed once per kind
 
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A node, and the cached blocks that the index knows since the node's last snapshot.
+    """A node, and the cached blocks that it reported since its last snapshot.
 
     Attributes:
         bit: the node's bit in sets of nodes.
@@ -66,16 +66,17 @@ class PrefixIndex:
     """Indexes the prefix caches of one base model's nodes, on the router's event loop.
 
     Args:
-        max_blocks: most (node, block) entries. Contents beyond this are left out, and placements
-            count for their nodes.
+        max_blocks: maximum number of (node, block) entries. Further blocks are left out; prompts
+            that were sent to their nodes count as cached there.
         max_placed_blocks: maximum number of blocks whose placement is remembered.
         placement_lifetime_s: longest time that a placement is remembered.
-        sweep_blocks: entries of removed nodes that are dropped at a time; dropping more would block
-            the event loop.
+        sweep_blocks: number of entries of removed nodes that are dropped at a time; dropping more
+            would block the event loop.
         clock: returns monotonic seconds.
 
     Attributes:
-        num_blocks: (node, block) entries, including those of removed nodes that are not swept yet.
+        num_blocks: number of (node, block) entries, including entries of removed nodes that are not
+            dropped yet.
     """
 
     def __init__(
@@ -95,20 +96,23 @@ class PrefixIndex:
         self._holders: dict[str, _Holder] = {}  # nodes by engine id
         self._kinds: set[HashKind] = set()
         self._places: list[_Holder | None] = []  # nodes by bit; None: the bit is free
-        self._leaving: deque[_Holder] = deque()  # removed nodes with blocks to drop, oldest first
-        # Removed nodes whose bits remain only in the placement memory, oldest first.
+        # Removed nodes whose blocks must still be dropped, oldest first
+        self._leaving: deque[_Holder] = deque()
+        # Removed nodes whose bits only the placement memory still has, oldest first.
         self._fading: deque[_Holder] = deque()
-        self._exact = 0  # bits of nodes whose events are complete
-        self._inexact = 0  # bits of nodes for which placements count
-        # Equal sets of nodes share one object, which saves memory and makes comparing cheap.
+        self._exact = 0  # bits of nodes that have sent a snapshot and no gap since
+        self._inexact = 0  # bits of nodes for which prompts sent to them count as cached
+        # Equal sets of nodes share one integer object, which saves memory and makes comparing
+        # cheap.
         self._shared_sets: dict[int, int] = {}
 
     # ------------------------------------------------------------------ nodes
 
     def add_node(self, engine_id: str, kind: HashKind) -> None:
-        """Add a node; placements count for the node until its snapshot arrives.
+        """Add a node; until its snapshot arrives, prompts sent to it count as cached there.
 
-        A node whose kind of blocks would exceed `MAX_KINDS` is left out: its cache stays unknown.
+        If nodes already have `MAX_KINDS` kinds of block hashes, a node with a further kind is left
+        out.
         """
         self.remove(engine_id)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
@@ -127,16 +131,17 @@ class PrefixIndex:
             self._kinds = {holder.kind for holder in self._holders.values()}
 
     def apply_events(self, engine_id: str, events: KVCacheEvents) -> bool:
-        """Apply a node's events; return whether the node must send a snapshot.
+        """Apply a node's report of changes in its cache; return whether it must send a snapshot.
 
-        Events after a gap are dropped until the snapshot comes.
+        After a gap in the reports, further reports are dropped until the snapshot arrives.
         """
         self._sweep()
         holder = self._holders.get(engine_id)
         if holder is None:
             return False
         if events.snapshot:
-            if holder.blocks:  # dropping many blocks here would take long
+            # The old blocks are dropped little by little, because dropping them now would take long
+            if holder.blocks:
                 self.remove(engine_id)
                 holder = self._enter(engine_id, holder.kind)
             holder.num_left_out = 0
@@ -157,14 +162,14 @@ class PrefixIndex:
         return False
 
     def is_exact(self, engine_id: str) -> bool:
-        """Return whether the node's events, not placements, decide its matches."""
+        """Return whether only the node's own reports decide how much of a prompt it has cached."""
         holder = self._holders.get(engine_id)
         return holder is not None and bool(holder.bit & self._exact & ~self._inexact)
 
     # ------------------------------------------------------------------ prompts
 
     def note_placement(self, engine_id: str, prompt: PromptHashes) -> None:
-        """Note that a prompt goes to a node, unless the node reports its cache exactly."""
+        """Remember that a prompt is sent to a node, unless the node's reports are exact."""
         holder = self._holders.get(engine_id)
         if holder is not None and holder.bit & self._inexact:
             self._placed.expire()
@@ -172,9 +177,9 @@ class PrefixIndex:
             holder.was_placed = True
 
     def match(self, hashes: Sequence[ShortHash]) -> dict[str, int]:
-        """Return the longest prefix that each node holds, in blocks, by engine id.
+        """Return how many leading blocks of a prompt each node has cached, by engine id.
 
-        Nodes without any block of the prompt are left out.
+        Nodes without the first block are left out.
 
         Args:
             hashes: hashes of the prompt's blocks, in order.
@@ -187,7 +192,7 @@ class PrefixIndex:
         return found
 
     def match_tokens(self, prompt: PromptHashes) -> dict[str, int]:
-        """Return the longest prefix that each node holds, in tokens, by engine id."""
+        """Return how many leading tokens of a prompt each node has cached, by engine id."""
         return {
             engine_id: length * kind.block_size
             for kind in self._kinds
@@ -198,12 +203,18 @@ class PrefixIndex:
     def _walk(
         self, get: Callable[[ShortHash, int], int], hashes: Sequence[ShortHash], candidates: int
     ) -> dict[str, int]:
-        """Return how many leading blocks each candidate holds without a gap."""
+        """Return how many leading blocks each candidate has, by engine id.
+
+        Args:
+            get: returns the nodes that have a block, as bits.
+            candidates: the nodes to look at, as bits.
+        """
         found: dict[str, int] = {}
         last, length = candidates, 0
         for block_hash in hashes:
             held = get(block_hash, 0)
-            if held is not last:  # equal sets are one object, so this branch is rare
+            # Equal sets are one object, so consecutive blocks rarely differ here
+            if held is not last:
                 last = held
                 left = candidates & held
                 if left != candidates:
@@ -228,7 +239,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------ inside
 
     def check(self) -> None:
-        """Assert the invariants; O(num_blocks), for tests."""
+        """Assert the index's invariants, for tests; takes time proportional to `num_blocks`."""
         holders = [*self._holders.values(), *self._leaving, *self._fading]
         held: dict[ShortHash, int] = {}
         for holder in holders:
@@ -241,7 +252,7 @@ class PrefixIndex:
         assert sum(place is not None for place in self._places) == len(holders)
 
     def _enter(self, engine_id: str, kind: HashKind) -> _Holder:
-        """Give a node a free bit and an empty entry."""
+        """Give a node a free bit, and an entry without blocks."""
         self._sweep()
         if None not in self._places:
             self._places.append(None)
@@ -290,7 +301,7 @@ class PrefixIndex:
         return self._shared_sets.setdefault(nodes, nodes)
 
     def _sweep(self) -> None:
-        """Drop some blocks of removed nodes; free the bits of nodes without any blocks."""
+        """Drop some blocks of removed nodes; free the bits of removed nodes without blocks."""
         room = self._sweep_blocks
         while self._leaving:
             holder = self._leaving[0]
@@ -301,7 +312,7 @@ class PrefixIndex:
             self.num_blocks -= num_dropped
             if holder.blocks:
                 break
-            holder.blocks = set()  # an emptied set keeps its memory
+            holder.blocks = set()  # frees the memory, which an emptied set would keep
             self._leaving.popleft()
             if holder.was_placed:
                 self._fading.append(holder)
@@ -309,7 +320,8 @@ class PrefixIndex:
                 self._free_place(holder)
         if self._fading:
             self._placed.expire()
-        # Old placements must not count for the next node that gets this bit.
+        # A bit becomes free only when the placement memory has forgotten it, so that old entries do
+        # not count for the next node with this bit.
         while self._fading and self._placed.has_forgotten(self._fading[0].generation):
             self._free_place(self._fading.popleft())
 

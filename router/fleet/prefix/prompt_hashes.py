@@ -1,4 +1,4 @@
-"""PromptHashes: hashes of a prompt's blocks, computed on demand as nodes compute them."""
+"""PromptHashes: computes the hashes of a prompt's blocks, as nodes compute them, when needed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class HashKind(NamedTuple):
     """The parameters of block hashes; with equal parameters, equal prefixes have equal hashes.
 
     Attributes:
-        block_size: tokens per block.
+        block_size: number of tokens per block.
         algorithm: a name in HASH_ALGORITHMS.
-        namespace: text that is equal on nodes that compute equal KV for equal tokens.
+        namespace: text that is equal on two nodes if they compute equal KV for equal tokens.
     """
 
     block_size: int
@@ -24,15 +24,15 @@ class HashKind(NamedTuple):
 
 
 class PromptHashes:
-    """Compute short hashes of one prompt's full blocks, once per kind.
+    """The short hashes of one prompt's full blocks, computed once per kind of hashes.
 
     Args:
         token_ids: the prompt's token ids.
         cache_salt: prompts share cached blocks only if their salts are equal, as on the nodes.
         adapter: digest of the adapter that computes the prompt; empty: the base model.
         images: the prompt's images, in order.
-        beginning: hashes of a prompt with which this prompt begins, with equal salt, adapter and
-            images; these hashes are reused. None: all hashes are computed.
+        beginning: hashes of an earlier prompt that is the beginning of this prompt, with equal
+            salt, adapter and images; these hashes are reused. None: there is none.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class PromptHashes:
         self._extra_keys = extra_keys_of(cache_salt, adapter)
         self._beginning = beginning
         self._known: dict[HashKind, tuple[ShortHash, ...]] = {}
-        # Full-length hashes, kept for prompts that continue this one
+        # Hashes in full length, kept for later prompts that begin with this prompt.
         self._whole: dict[HashKind, list[BlockHash]] = {}
         self._salted: dict[bytes, PromptHashes] = {}
 
     def are_of(self, token_ids: Sequence[int], cache_salt: bytes, adapter: str) -> bool:
-        """Return whether these hashes belong to this list object, salt and adapter."""
+        """Return whether the hashes were made from this list object, with this salt and adapter."""
         keys = (self._cache_salt, self._adapter)
         return token_ids is self._token_ids and (cache_salt, adapter) == keys
 
@@ -68,7 +68,7 @@ class PromptHashes:
         return hashes
 
     def whole(self, kind: HashKind) -> list[BlockHash]:
-        """Return the hashes of the prompt's full blocks in full length, and keep them."""
+        """Return the hashes of the full blocks in full length; keep them for later prompts."""
         whole = self._whole.get(kind)
         if whole is None:
             whole = self._whole[kind] = []
@@ -81,7 +81,7 @@ class PromptHashes:
             hasher.extend(whole, self._token_ids, self._extra_keys, self._images)
 
     def salted(self, cache_salt: bytes) -> PromptHashes:
-        """Return the hashes of the same prompt with another salt."""
+        """Return the hashes of the same prompt with another cache salt."""
         hashes = self._salted.get(cache_salt)
         if hashes is None:
             hashes = PromptHashes(self._token_ids, cache_salt, self._adapter, self._images)

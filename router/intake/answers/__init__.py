@@ -1,1 +1,1 @@
-"""Grammars of chat outputs, and the division of outputs into reasoning, calls and answer."""
+"""Divides chat outputs into reasoning, calls and answer, and writes grammars for outputs."""

@@ -1,6 +1,6 @@
-"""Answers: the texts of calls' outputs, and receipts without other tenants' figures, for clients.
+"""Answers: adds texts to calls' outputs, and hides other tenants' figures in receipts.
 
-Logs outputs if enabled. Knows no API: `LongAnswers` builds the parts of any API's response.
+Logs prompts and outputs if enabled. Knows no API.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from router.intake.parsers.base import OutputParser
 
 
 class Answers:
-    """Make the answers to one router's calls.
+    """Makes the answers to the calls of one base model.
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: outputs have no text.
@@ -28,7 +28,7 @@ class Answers:
 
     Attributes:
         salts: see the arguments.
-        long: builds response parts that contain many logprobs.
+        long: builds the parts of responses that contain many logprobs.
     """
 
     def __init__(
@@ -43,25 +43,25 @@ class Answers:
     def open_answer(
         self, call: Call, parser: OutputParser | None, receipt: Callable[[], Receipt]
     ) -> Answer:
-        """Return the answer to a call that begins. See `CallText` for ``parser`` and ``receipt``.
+        """Return the answer to a call that begins now, without tokens yet.
 
-        Logs the prompt if enabled.
+        Logs the prompt if enabled. For ``parser`` and ``receipt``, see `CallText`.
         """
         text = CallText(self._tokenizer, call, parser, receipt)
         return Answer(call, text, self._own_prompts, self._prompt_log)
 
     def close(self) -> None:
-        """End the thread of long answers."""
+        """End the thread that builds long parts of responses."""
         self.long.close()
 
 
 class Answer:
-    """One call's answer so far.
+    """The answer to one call, as far as its tokens have arrived.
 
     Args:
         text: adds the text to the call's tokens.
         own_prompts: earlier prompts of the call's tenant, which a receipt may reveal.
-        log: log of the output; None: prompt and output are not logged.
+        log: log of prompts and outputs; None: nothing is logged.
     """
 
     def __init__(
@@ -72,7 +72,10 @@ class Answer:
         self._log = None if log is None else log.log_prompt(call)
 
     def add(self, output: TextDelta) -> TextDelta:
-        """Return an output with its text; the receipt of the last output must not be shown yet."""
+        """Return the next tokens with their text.
+
+        The receipt of the last tokens is not yet as the client may see it; see `shown`.
+        """
         delta = self._text.add(output)
         if delta.output_index == 0:
             self._own_prompts.note(self._call)
@@ -81,5 +84,5 @@ class Answer:
         return delta
 
     def shown(self, receipt: Receipt) -> Receipt:
-        """Return a receipt of this call as its client may see it."""
+        """Return a receipt of this call without other tenants' figures, for the client."""
         return told(receipt, self._num_own)

@@ -4,7 +4,8 @@
 Bonn
 </parameter>
 
-Text between tags has no quotes or escapes, so its schema becomes a regex of the plain text.
+A text between tags has no quotes or escapes, so the schema of a text becomes a regex of the plain
+text.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from baton.text.schemas.repairs import end_of_class
 from baton.text.schemas.rewrites import rewritten
 
 _MAX_DEPTH = 16
-_MAX_PARTS = 2  # members of allOf whose types are read
-_MAX_SCHEMAS = 2_000  # maximum number of subschemas visited per function
+_MAX_PARTS = 2  # number of members of allOf whose types are read
+_MAX_SCHEMAS = 2_000  # maximum number of subschemas read per function
 # Keywords of parameters that name arguments or constrain nothing.
 _PLAIN = frozenset(
     {
@@ -48,7 +49,7 @@ _TEXT_KEYWORDS = (
 _HEX = "[0-9a-fA-F]"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# Formats as regexes of texts; each regex accepts the format or a part of it.
+# Format -> regex of texts; the regex accepts the format or a part of it.
 _FORMATS = {
     "duration": "P([0-9]{1,9}W|[0-9]{1,9}D|([0-9]{1,9}D)?T([0-9]{1,9}H)?[0-9]{1,9}M)",
     "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
@@ -56,17 +57,18 @@ _FORMATS = {
     "uri": r"[a-z][a-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=]+",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-# Texts that are read as another type if the schema allows this type.
+# Regex of texts that would be read as a value of another type, if the schema allows this type.
 _OF_OTHER_TYPES = r"(?s:\s*([\[{\"0-9+\-.](?s:.*)|(?i:true|false|null|none)\s*)?)"
 # Start of a non-capturing group, or of a group in which dots match newlines
 _GROUP = re.compile(r"\?s?:")
 _ESCAPE = re.compile(r"\\.")
 _WORDS = {"null": "null", "boolean": "(true|false)"}
-_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}  # ASCII only, as in JSON Schema
+# Regex classes match only ASCII characters, as in JSON Schema
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}
 
 
 class InexpressibleError(Exception):
-    """A grammar of this form cannot express the schema's constraints."""
+    """Raised if a grammar in the family's form cannot express the schema's constraints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,8 @@ class Argument:
     """One argument of a function.
 
     Attributes:
-        name: the argument's name; empty: any name that no other argument has.
-        value: name of the grammar rule of the argument's value.
+        name: the argument's name; empty: any name that the schema does not list.
+        value: name of the grammar rule for the argument's value.
     """
 
     name: str
@@ -84,33 +86,36 @@ class Argument:
 
 
 class ValueForm(Protocol):
-    """Writes the grammar of argument values in a family's tool-call format."""
+    """Writes the grammar of argument values, in the form of one family of models."""
 
     def json(self, rule: str) -> str:
-        """Return an expression for a value in JSON; ``rule`` is the grammar rule of that JSON."""
+        """Return the grammar of a JSON value; ``rule`` is the grammar rule of the JSON itself."""
         ...
 
     def text(self, conditions: Sequence[str]) -> str | None:
-        """Return a terminal for a text that matches all conditions; None: texts are JSON too."""
+        """Return a terminal for texts that match all conditions.
+
+        Returns None if the family writes texts as JSON, too.
+        """
         ...
 
     def behind_text(self) -> str:
-        """Return the grammar that follows a text's terminal."""
+        """Return the grammar of what follows a text."""
         ...
 
 
 class ArgumentRules:
-    """Write the rules of one function's arguments.
+    """Writes the grammar rules for one function's arguments.
 
     Args:
         schema: JSON Schema of the parameters.
-        prefix: start of all rule names; must be unique to the function.
-        form: writes the grammar of values.
-        json_rule: writes a JSON schema as a rule.
+        prefix: beginning of all rule names, which no other function may have.
+        form: writes the grammar of a value in the family's form.
+        json_rule: writes the grammar of a JSON value that fits a schema.
 
     Attributes:
-        rules: texts of the rules written so far.
-        names: arguments listed in the schema.
+        rules: the rules written so far, as text.
+        names: the arguments that the schema lists.
 
     Raises:
         InexpressibleError: the grammar cannot express the schema.
@@ -133,7 +138,10 @@ class ArgumentRules:
         self._num_chars = 0
 
     def arguments(self) -> list[Argument]:
-        """Return the arguments in schema order; the last one has any other name, if allowed."""
+        """Write the rules; return the arguments in the schema's order.
+
+        If other names are allowed, the last argument stands for them.
+        """
         schema = self._schema
         if more := set(schema) - _PLAIN:
             raise InexpressibleError(f"{min(more)} is not enforced beside the properties")
@@ -151,7 +159,7 @@ class ArgumentRules:
         return found
 
     def _value(self, rule: str, schema: Any) -> str:
-        """Write a rule for a value, with all rules that it needs; return its name."""
+        """Write the rule of a value, with all terminals that it needs; return the rule's name."""
         used = []
         for index, (kind, value) in enumerate(self._ways(schema)):
             if kind == "json":
@@ -169,13 +177,16 @@ class ArgumentRules:
         return rule
 
     def _whole(self, schema: Any) -> Any:
-        """Make a part of the schema a separate document in which all references resolve."""
+        """Make a part of the schema a document of its own, in which all references resolve."""
         if "$ref" not in json.dumps(schema):
             return schema
         return {**_rebased(schema), "$defs": {"whole": _rebased(self._schema)}}
 
     def _ways(self, schema: Any) -> list[tuple[str, Any]]:
-        """Return the alternative forms of a value: ("json", schema) or ("text", conditions)."""
+        """Return the ways to write a value that fits a schema.
+
+        Each is ("json", schema) or ("text", conditions).
+        """
         if self._form.text(()) is None:
             return [("json", {} if schema is True else schema)]
         ways = list(self._flat(schema, 0))
@@ -186,7 +197,8 @@ class ArgumentRules:
         whole = [("json", {"anyOf": others} if len(others) > 1 else others[0])] if others else []
         words = [f"/{word}/" for kind, word in ways if kind == "word"]
         listed = [("text", [f"({' | '.join(words)})"])] if words else []
-        # A text must not look like another allowed type, or it would be read as that type.
+        # A text must not look like a value of another allowed type, because it would be read as
+        # this type.
         more = [] if kinds <= {"text"} else [f"~/{_OF_OTHER_TYPES}/"]
         texts = [("text", [*one, *more]) for kind, one in ways if kind == "text"]
         return [*whole, *listed, *texts]
@@ -245,7 +257,7 @@ class ArgumentRules:
         return any(self._is_structure(part, depth + 1) for part in parts[:_MAX_PARTS])
 
     def _listed(self, schema: Mapping[str, Any], said: set[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the alternatives of ``enum`` or ``const``."""
+        """Yield the ways to write the values of ``enum`` or ``const``."""
         if more := said - {"const", "enum", "type", "nullable"}:
             raise InexpressibleError(f"{min(more)} beside enum or const is not enforced here")
         values = [schema["const"]] if "const" in schema else schema["enum"]
@@ -268,7 +280,7 @@ class ArgumentRules:
 
 
 def _rebased(schema: Any) -> Any:
-    """Let a schema's references point to ``#/$defs/whole``, where the whole schema will be."""
+    """Move a schema's references to ``#/$defs/whole``, where the whole schema will be."""
     if isinstance(schema, list):
         return [_rebased(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -283,7 +295,7 @@ def _rebased(schema: Any) -> Any:
 
 
 def _regexes(schema: Mapping[str, Any]) -> list[str]:
-    """Return regexes that a text must match to fit a schema, in the grammar's syntax."""
+    """Return the regexes that a text must match to fit a schema, in the grammar's syntax."""
     if more := set(schema) - _TEXT_KEYWORDS:
         raise InexpressibleError(f"{min(more)} is not enforced on texts here")
     found = []
@@ -302,7 +314,10 @@ def _regexes(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _searched(pattern: str) -> str:
-    """Turn a pattern that may match anywhere in a text into a regex of the whole text."""
+    """Convert a pattern that may match anywhere in a text to a regex of whole texts.
+
+    The regex is in the grammar's syntax.
+    """
     ways, way, depth, position = [], "", 0, 0
     while position < len(pattern):
         sign, end = pattern[position], position + 1
@@ -341,7 +356,7 @@ def _part(part: str) -> str:
 
 
 def _anywhere(way: str) -> str:
-    """Return a regex of whole texts that contain this alternative; anchors are kept."""
+    """Return a regex of whole texts that contain a match of this alternative of a pattern."""
     is_ended = way.endswith("$") and not way.endswith("\\$")
     inner = (way[:-1] if is_ended else way).removeprefix("^")
     before = "" if way.startswith("^") else "(?s:.*)"
@@ -349,7 +364,7 @@ def _anywhere(way: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a regex that matches exactly one text."""
+    """Return a regex that matches only this text."""
     if not text:
-        return "(?:)"  # because two slashes begin a comment in Lark
+        return "(?:)"  # an empty regex, ``//``, would begin a comment in Lark
     return re.escape(text).replace("/", "\\/").replace("\n", "n")

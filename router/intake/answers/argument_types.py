@@ -1,7 +1,7 @@
-"""Argument types: convert the argument texts of tagged calls to JSON values.
+"""Argument types: convert the texts of arguments in tagged calls to JSON values.
 
-A function's JSON Schema decides the type. Schemas come from clients, so the work of reading one is
-bounded, and their patterns are not matched here.
+The function's JSON Schema decides the type. Schemas come from clients, so the work of reading a
+schema is limited, and patterns in schemas are not matched here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-# Maximum number of subschemas visited for one argument; a larger schema counts as allowing
-# anything.
+# Maximum number of subschemas read for one argument; what remains counts as allowing anything.
 MAX_SCHEMAS = 1_000
 _MAX_DEPTH = 32
-# Python's notation is read, too, because some families' templates show it.
+# Python's ``None`` is read too, because some families' templates show it.
 _NULLS = ("null", "None")
 _BOOLS = {"true": True, "false": False}
-# Texts longer than this are not read as Python literals, because Python's reader is slow
+# Longer texts are not read as Python literals, because Python's reader is slow.
 _MAX_LITERAL_CHARS = 10_000
-_SAMPLES: tuple[Any, ...] = (None, True, 0, 0.5, {}, [])  # one of each type except string
+_SAMPLES: tuple[Any, ...] = (None, True, 0, 0.5, {}, [])  # one value of each type except string
 _NOT_THERE: Final = object()
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -35,7 +34,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ArgumentTypes:
-    """The types of one function's arguments.
+    """The types of one function's arguments, by its JSON Schema.
 
     Args:
         schema: JSON Schema of the function's parameters.
@@ -47,12 +46,16 @@ class ArgumentTypes:
         self._by_lists = True
 
     def is_text(self, name: str, begun: str) -> bool:
-        """Return whether an argument that begins like this can only be a string."""
+        """Return whether an argument can only be a string.
+
+        Args:
+            begun: the beginning of the argument's text.
+        """
         schema = self._schema_of(name)
         if schema is None or not self._accepts_any(schema, "-"):
             return False
-        # Values in ``enum`` and ``const`` represent their types: a sample hardly ever equals such a
-        # value.
+        # ``enum`` and ``const`` are ignored, because a sample hardly ever equals a listed value;
+        # the types count.
         takes_null, *others = (
             self._accepts_any(schema, other, by_lists=False) for other in _SAMPLES
         )
@@ -64,11 +67,11 @@ class ArgumentTypes:
         return bool(text) and not any(word.startswith(text.rstrip()) for word in _NULLS)
 
     def value_of(self, name: str, text: str) -> Any:
-        """Return the JSON value of an argument's text.
+        """Return the JSON value that an argument's text stands for.
 
-        If the schema allows several types, the first that fits counts: null, boolean, number,
-        object or array, string. A text that fits no type is passed on unchanged: the function may
-        reject it.
+        If the schema allows several types, the first that the text fits is taken: null, boolean,
+        number, object or array, string. A text that fits no type is passed on unchanged: the
+        function may reject it.
         """
         schema = self._schema_of(name)
         if schema is None or all(self._accepts_any(schema, one) for one in ("-", *_SAMPLES)):
@@ -82,29 +85,29 @@ class ArgumentTypes:
         return values[0]
 
     def json_of(self, name: str, text: str) -> str:
-        """Return the JSON of the value of a text; see `value_of`."""
+        """Return the value that an argument's text stands for, as JSON; see `value_of`."""
         value = self.value_of(name, text)
         try:
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except ValueError:
-            return text.strip()  # JSON with a number too large for a float
+            return text.strip()  # the text is JSON with a number too large for a float
 
     def _schema_of(self, name: str) -> Any:
         self._num_left = MAX_SCHEMAS
         return self._property(self._root, name)
 
     def _accepts_any(self, schema: Any, value: Any, *, by_lists: bool = True) -> bool:
-        """Return whether a schema accepts a value.
+        """Return whether a schema accepts a value, by its types.
 
         Args:
-            by_lists: whether to check ``enum`` and ``const``.
+            by_lists: whether to check ``enum`` and ``const``, too.
         """
         self._num_left = MAX_SCHEMAS
         self._by_lists = by_lists
         return self._accepts(schema, value)
 
     def _property(self, schema: Any, name: str, depth: int = 0) -> Any:
-        """Return the schema of a property; None if the schema does not name it."""
+        """Return the schema of an argument; None if the schema says nothing about the argument."""
         if not isinstance(schema, Mapping) or self._is_too_far(depth):
             return None
         found = []
@@ -153,7 +156,7 @@ class ArgumentTypes:
         return self._num_left < 0 or depth > _MAX_DEPTH
 
     def _target(self, reference: object) -> Any:
-        """Resolve a reference within the schema; return True (allows anything) if that fails."""
+        """Return the schema that a reference points to; True (allows anything) if there is none."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
         found: Any = self._root
@@ -186,15 +189,15 @@ def _has_type(declared: object, value: object) -> bool:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Compare two values as JSON, where true differs from 1."""
+    """Compare two values as JSON does, where true differs from 1."""
     return isinstance(one, bool) is isinstance(other, bool) and one == other
 
 
 def _readings(text: str, *, is_json: bool = False) -> Iterator[Any]:
-    """Yield the possible values of a text, the most specific first.
+    """Yield the values that a text may stand for, the most specific first.
 
     Args:
-        is_json: whether quotes delimit a JSON string; otherwise they belong to the text.
+        is_json: whether quotes delimit a JSON string; if not, quotes belong to the text.
     """
     plain = text.strip()
     if plain in _NULLS:
@@ -219,7 +222,10 @@ def is_json(text: str) -> bool:
 
 
 def _json(text: str) -> Any:
-    """Return the value of a JSON text, or `_NOT_THERE`; large numbers become infinite."""
+    """Return the value of a JSON text, or `_NOT_THERE` if the text is not JSON.
+
+    Numbers too large for a float become infinite.
+    """
     try:
         value = json.loads(text, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False).encode()
@@ -233,7 +239,7 @@ def _refuse(name: str) -> None:
 
 
 def _literal(text: str) -> Any:
-    """Read an object or a list in Python's notation."""
+    """Return the object or list that a text in Python's notation stands for, or `_NOT_THERE`."""
     if len(text) > _MAX_LITERAL_CHARS:
         return _NOT_THERE
     try:

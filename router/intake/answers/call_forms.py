@@ -1,9 +1,9 @@
-"""Call forms: grammars of outputs that are either calls, in the model family's form, or an answer.
+"""Call forms: grammars of outputs that are tool calls, in the model family's form, or an answer.
 
 A response format constrains only the answer: the model may still call tools.
 
 start -> answer (fits the format's schema)
-      -> calls (begin with the family's mark, or are JSON or Python of a form of their own)
+      -> calls (begin with the family's mark, or are JSON or Python without a mark)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from router.intake.parsers.named import NamedForm
 from router.intake.parsers.pythonic import PythonForm
 from router.intake.parsers.tagged import TaggedForm
 
-# JSON in calls and answers has the same spacing as in all other outputs.
+# JSON in calls and answers is spaced as in all other outputs.
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEWLINE, _COMMA, _QUOTE = '"\\n"', '", "', '"\\""'
 
@@ -44,8 +44,8 @@ class Function:
 
     Attributes:
         parameters: JSON Schema of the arguments.
-        held_text: name of the only argument and a Lark grammar of its text; None: the schema
-            applies. All families write this text as a JSON string.
+        held_text: name of the only argument, and a Lark grammar of its text, which all families
+            write as a JSON string. None: ``parameters`` constrains the arguments.
     """
 
     name: str
@@ -54,24 +54,26 @@ class Function:
 
 
 Mark = Callable[[str], str]
-"""Writes a mark in a grammar's syntax: as a special token or as text."""
+"""Function that writes a mark of the family in a grammar, as a special token or as text."""
 
 
 def answer_or_calls(
     form: CallForm, answer: str, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> str:
-    """Make a Lark grammar of an answer or calls.
+    """Make a Lark grammar that allows either an answer or calls.
 
     Args:
-        form: the family's marks and shape of calls.
+        form: the family's marks, and the form of its calls.
         answer: JSON Schema of the answer.
+        functions: the functions that may be called.
+        mark: writes a mark in the grammar.
         several: whether one output may contain several calls.
 
-    Raises InvalidRequestError.
+    Raises InvalidRequestError if the schemas cannot be enforced.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
-        # Answer and call both begin with a brace, and the library's lexer would choose one of the
-        # two.
+        # Answer and call both begin with a brace, and the grammar library's lexer would decide for
+        # one of them at once.
         raise InvalidRequestError(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )
@@ -89,10 +91,10 @@ def answer_or_calls(
 def forced_calls(
     form: CallForm, functions: Sequence[Function], mark: Mark, *, several: bool
 ) -> tuple[str, bool]:
-    """Make a Lark grammar of calls; also return whether it has the family's form.
+    """Make a Lark grammar that allows only calls; return also whether it has the family's form.
 
-    If that form cannot enforce the schemas, the output is one JSON object with ``name`` and
-    ``arguments``, which `OneCall` reads.
+    If the family's form cannot enforce the schemas, the output is one JSON object with ``name`` and
+    ``arguments``, which `OneCall` parses.
     """
     try:
         try:
@@ -104,12 +106,12 @@ def forced_calls(
 
 
 def common_call(functions: Sequence[Function]) -> str:
-    """Make a Lark grammar of one call as a plain JSON object; see `forced_calls`."""
+    """Make a Lark grammar of one call as a JSON object with ``name`` and ``arguments``."""
     return f"start: {_named_object(functions, 'arguments')}\n{_held_rules(functions)}"
 
 
 def _final(mark: Mark) -> str:
-    """Write the marks before the text of a Harmony answer."""
+    """Write the marks that precede the text of an answer in the harmony format."""
     return f'{mark(harmony.CHANNEL)} "final" {mark(harmony.MESSAGE)}'
 
 
@@ -129,14 +131,17 @@ def _names(functions: Sequence[Function]) -> str:
 
 
 def _arguments(function: Function, index: int) -> dict[str, Any]:
-    """Return the schema of a function's arguments, with an id so that references stay local."""
+    """Return the JSON Schema of a function's arguments.
+
+    An id makes references in the schema resolve within it.
+    """
     parameters = {**function.parameters, "type": "object"}
     schema = json.loads(enforceable_schema(json.dumps(parameters)))
     return {**schema, "$id": f"urn:baton:tool:{index}"}
 
 
 def _arguments_rule(function: Function, index: int) -> str:
-    """Return the grammar of a function's arguments as one JSON object."""
+    """Write the grammar of a function's arguments as one JSON object."""
     if function.held_text is None:
         return _json(_arguments(function, 0))
     name, _ = function.held_text
@@ -148,7 +153,7 @@ def _held_text(index: int) -> str:
 
 
 def _held_rules(functions: Sequence[Function]) -> str:
-    """Return the rules of text arguments that have their own grammars."""
+    """Write the grammar rules for the texts of custom tools that have a grammar."""
     num_chars = sum(len(one.held_text[1]) for one in functions if one.held_text is not None)
     if num_chars > MAX_TEXT_BYTES:
         problem = f"must have grammars of at most {MAX_TEXT_BYTES} characters, got {num_chars}"
@@ -166,12 +171,16 @@ def _held_rules(functions: Sequence[Function]) -> str:
 
 
 def _text(text: str) -> str:
-    """Quote a text for a grammar."""
+    """Quote a text for use in a grammar."""
     return json.dumps(text)
 
 
 def _named_object(functions: Sequence[Function], key: str) -> str:
-    """Write a call as a JSON object with name and arguments."""
+    """Write the grammar of a call as a JSON object with name and arguments.
+
+    Args:
+        key: key of the arguments in the object.
+    """
     if any(function.held_text for function in functions):
         ways = []
         for index, function in enumerate(functions):
@@ -194,7 +203,7 @@ def _named_object(functions: Sequence[Function], key: str) -> str:
 
 
 def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
-    """Write the alternatives of function name, separator and JSON arguments."""
+    """Write one alternative per function: its name, ``before``, JSON arguments, ``behind``."""
     ways = (
         f"{json.dumps(function.name)} {before} {_arguments_rule(function, index)} {behind}"
         for index, function in enumerate(functions)
@@ -203,11 +212,11 @@ def _each(functions: Sequence[Function], before: str, behind: str = "") -> str:
 
 
 def call_rules(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write the Lark rules of a family's calls, including the rule ``calls``.
+    """Write the Lark rules of calls in the family's form; the rule ``calls`` is the first.
 
     Raises:
         InexpressibleError: this form cannot enforce a function's schema.
-        InvalidRequestError: a text's own grammar cannot be enforced.
+        InvalidRequestError: the grammar of a custom tool's text cannot be enforced.
     """
     return _calls(form, functions, mark, several) + _held_rules(functions)
 
@@ -235,7 +244,7 @@ def _json_calls(form: JsonForm, functions: Sequence[Function], mark: Mark, sever
     call = _named_object(functions, "arguments")
     close = f" {mark(form.close)}" if form.close else ""
     if close and len(form.opens) > 1:
-        close += "?"  # models sometimes leave a mark unclosed
+        close += "?"  # models sometimes leave the closing mark out
     if form.is_list:
         opened = " | ".join(f"{mark(one)}" for one in form.opens)
         listed = f'"[" {_repeated("call", _COMMA, several)} "]"{close}'
@@ -276,7 +285,10 @@ def _rules_of(
     values: ValueForm,
     other_names: Callable[[Sequence[str], int], list[str]],
 ) -> tuple[list[Argument], list[str]]:
-    """Return a function's arguments and their rules; an InexpressibleError names the function."""
+    """Return a function's arguments and the rules of their values.
+
+    Raises InexpressibleError, which names the function.
+    """
     arguments = ArgumentRules(function.parameters, f"f{index}", values, _value_json)
     try:
         found = arguments.arguments()
@@ -293,7 +305,7 @@ def _tagged_argument(argument: Argument, values: _TaggedValues, index: int) -> s
 
 
 def _other_names(names: Sequence[str], index: int) -> list[str]:
-    """Write the terminal of argument names that are not listed."""
+    """Write the terminal of names of arguments that the schema does not list, between tags."""
     listed = "|".join(re.escape(name).replace("/", "\\/") for name in names)
     return [f"NAME{index}: /[^<>\\r\\n]+/" + (f" & ~/({listed})/" if listed else "")]
 
@@ -303,19 +315,20 @@ def _value_json(schema: Any) -> str:
 
 
 class _TaggedValues:
-    """Write argument values between tags."""
+    """Writes the grammar of argument values between tags."""
 
     def __init__(self, form: TaggedForm, mark: Mark) -> None:
         self._form = form
         self._mark = mark
         is_token = mark(form.value_end) != json.dumps(form.value_end)
         line = "\n" if form.has_lines else ""
-        # A closing mark in plain text must belong to the text's lexeme; a special token need not.
+        # A closing mark in plain text must be part of the text's terminal; a special token need
+        # not.
         self._end = json.dumps(line if is_token else f"{line}{form.value_end}\n")
         self._behind = f"{mark(form.value_end)} {_NEWLINE}" if is_token else ""
 
     def key(self, name: str) -> str:
-        """Write an argument's name, with all marks before the value."""
+        """Write the grammar of an argument's name, with all marks that precede the value."""
         form = self._form
         key = f"{self._mark(form.key)} {name} {self._mark(form.key_end)}"
         if form.value:
@@ -373,7 +386,7 @@ def _python(form: PythonForm, functions: Sequence[Function], mark: Mark, several
 
 
 class _PythonValues:
-    """Write arguments as Python keyword arguments with JSON values."""
+    """Writes the grammar of argument values in Python calls: the values are JSON."""
 
     def json(self, rule: str) -> str:
         return rule
@@ -386,7 +399,7 @@ class _PythonValues:
 
 
 def _other_keys(names: Sequence[str], index: int) -> list[str]:
-    """Write the terminal of keywords that are not listed."""
+    """Write the terminal of arguments' names that the schema does not list, in Python calls."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise InexpressibleError(f"parameter {name[:80]!r} is no name that Python has")
@@ -395,7 +408,7 @@ def _other_keys(names: Sequence[str], index: int) -> list[str]:
 
 
 def _python_arguments(arguments: Sequence[Argument], index: int) -> str:
-    """Write arguments in order; commas separate those that are present."""
+    """Write the grammar of arguments in order, with commas between those that are present."""
     keys = [json.dumps(f"{one.name}=") if one.name else f'NAME{index} "="' for one in arguments]
     each = [f"{key} {one.value}" for key, one in zip(keys, arguments, strict=True)]
     behind = [
@@ -414,7 +427,7 @@ def _mistral(functions: Sequence[Function], mark: Mark, several: bool) -> str:
     tag, arguments = mark(mistral.TAG), mark(mistral.ARGS)
     listed = _repeated("call", '", "', several)
     named = f"{tag} {_each(functions, f'{arguments}?')}"
-    often = "+" if several and tag != '""' else ""  # each of these calls has its own mark
+    often = "+" if several and tag != '""' else ""  # in this form, each call has a mark of its own
     return (
         f'calls: {tag} " "? "[" {listed} "]" | named{often}\n'
         f"call: {_named_object(functions, 'arguments')}\nnamed: {named}\n"
@@ -426,7 +439,8 @@ def _harmony(functions: Sequence[Function], mark: Mark) -> str:
     json_mark = f'(" "? {mark(harmony.CONSTRAIN)} "json" | " json")? {message}'
     behind = f'{channel} "commentary" {json_mark}'
     return (
-        "calls: first | second\n"  # the channel first, or the recipient first
+        # After the role, the model may write the channel first or the recipient first
+        "calls: first | second\n"
         f'first: {channel} "commentary to=functions." {_each(functions, json_mark)}\n'
         f'second: " to=functions." {_each(functions, behind)}\n'
     )

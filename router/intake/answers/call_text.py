@@ -15,13 +15,13 @@ from router.intake.parsers.base import OutputParser
 
 
 class CallText:
-    """The text of one call's output so far.
+    """The text of one call's output, as far as its tokens have arrived.
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: outputs have no text.
         parser: divides the output into parts. Deltas are then `DividedDelta`, and stop strings
             count only in the answer. None: stop strings count in the whole text.
-        receipt: returns the call's receipt when a stop string ends the output.
+        receipt: returns the call's receipt; called when a stop string ends the output.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CallText:
             )
 
     def add(self, output: TextDelta) -> TextDelta:
-        """Return an output with its text; a stop string ends the output."""
+        """Return the next tokens with their text, cut at a stop string, which ends the output."""
         text, finish_reason, receipt = self._text, output.finish_reason, output.receipt
         token_ids = output.token_ids
         piece = ""

@@ -1,6 +1,6 @@
-"""DividedText: an output's text as reasoning, calls and answer, ended by stop strings.
+"""DividedText: divides an output's text into reasoning, calls and answer, up to a stop string.
 
-Stop strings count only in the answer, not in reasoning or call arguments.
+Stop strings count only in the answer, not in reasoning or in call arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.intake.parsers.base import CLOSE_SIGN, OutputParser, Part
 
 
 class DividedDelta(TextDelta, frozen=True, gc=False):
-    """One streamed piece of a chat output.
+    """One piece of a chat's output, with its parts.
 
     Attributes:
         parts: parts of this piece, up to a stop string; ``text`` is all that the model wrote.
@@ -27,10 +27,10 @@ class DividedDelta(TextDelta, frozen=True, gc=False):
 
 
 class DividedText:
-    """Divide the text of a growing output, and end it at the answer's first stop string.
+    """Divides the text of a growing output into parts; ends it at the answer's first stop string.
 
     Attributes:
-        parts: parts that the latest push added.
+        parts: the parts that the latest push added.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class DividedText:
         parser: OutputParser,
     ) -> None:
         self.parts: list[Part] = []
-        self._thought: ThoughtState | None = None  # None once the reasoning has ended
+        # None if only the text ends reasoning, or once the reasoning has ended
+        self._thought: ThoughtState | None = None
         self._close_mark = ""
         thinking = params.thinking
         if thinking is not None and thinking.closes_by_token:
@@ -59,32 +60,32 @@ class DividedText:
     def stopped(self) -> bool:
         """Return whether a stop string was found.
 
-        The token that completed it is the output's last.
+        The token that completed the stop string is the output's last token.
         """
         return self._stop_strings.stopped
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found, or None."""
+        """The stop string that ended the answer, or None."""
         return self._stop_strings.found
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens pushed so far."""
+        """Number of tokens added so far."""
         return self._text.num_tokens
 
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
     ) -> str:
-        """Return the text that ``token_ids`` add, and set `parts` to its parts.
+        """Add tokens to the output; return the text that they add, and set `parts` to its parts.
 
         Args:
             last: whether the output ends with these tokens.
-            ended_by_token: whether the last token itself ended the output.
+            ended_by_token: whether the last token is itself the end mark of the output.
         """
         self.parts = []
-        # Push one token at a time if a stop string may end the output, so that its last token is
-        # known, or if a token may end the reasoning.
+        # Tokens are added one at a time if a stop string may end the output, so that the output's
+        # last token is known, or if a token may end the reasoning.
         is_apart = bool(self._stop) or self._thought is not None
         steps = [[one] for one in token_ids] if is_apart and token_ids else [token_ids]
         texts = []
@@ -101,7 +102,7 @@ class DividedText:
         return "".join(texts)
 
     def _with_close(self, token_ids: Sequence[int], text: str) -> str:
-        """Return a token's text for the parser; the closing token becomes `CLOSE_SIGN`."""
+        """Return a token's text for the parser; `CLOSE_SIGN` for the token that ends reasoning."""
         if self._thought is None or not token_ids:
             return text
         was_open = self._thought.phase is Phase.OPEN
@@ -127,7 +128,7 @@ class DividedText:
                 return
 
     def _flush(self) -> None:
-        """Release held answer text, because a part of another kind follows."""
+        """Add held-back answer text to `parts`, because it cannot become a stop string any more."""
         if held := self._stop_strings.flush():
             self.parts.append(held)
             self._stop_strings = StopStrings(self._stop, include=self._include_stop)

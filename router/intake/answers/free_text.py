@@ -1,6 +1,6 @@
 """Free text: grammars of outputs that are text and may end in calls that fit schemas.
 
-The text must not contain a call's mark, because the parser would read a call there.
+The text must not contain a mark of calls, because the parser would read a call there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ def text_or_calls(
 ) -> str | None:
     """Make a Lark grammar of a text that may end in calls.
 
-    None if a parser could not tell calls from text.
+    Returns None if a parser could not tell calls from text.
 
     Reasoning may precede the text; the grammar does not include it.
 
     Args:
+        form: the family's marks, and the form of its calls.
+        functions: the functions that may be called.
+        mark: writes a mark in the grammar.
         several: whether one output may contain more than one call.
 
     Raises:
@@ -64,18 +67,22 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _without(marks: Sequence[str]) -> str:
-    """Write a terminal of texts that contain none of these marks."""
+    """Write the terminal of texts that contain none of these marks."""
     return f"/(?s:.+)/ & ~/(?s:.*)({_any_of(marks)})(?s:.*)/"
 
 
 def _marks(form: CallForm) -> list[str]:
-    """Return all marks that a parser may take for part of a call."""
+    """Return all marks that a parser may take for a part of a call."""
     functions = [form.function] if isinstance(form, TaggedForm) and form.function else []
     return list(dict.fromkeys([*form.begins, *form.special_tokens, *functions]))
 
 
 def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, several: bool) -> str:
-    """Write a lazy lexeme that ends with the mark; the rule of a call follows it."""
+    """Write the rules of a text up to a mark of calls, and of the calls behind the mark.
+
+    In these families, a mark is plain text and no special token, so a lazy lexeme matches the text
+    up to the mark.
+    """
 
     def unmarked(text: str) -> str:
         return '""' if text in form.begins else mark(text)
@@ -89,13 +96,13 @@ def _before_a_mark(form: CallForm, functions: Sequence[Function], mark: Mark, se
 
 
 def _has_one_mark(form: CallForm) -> bool:
-    """Return whether several calls may follow one mark."""
+    """Return whether the family writes several calls after a single mark."""
     is_list = isinstance(form, JsonForm) and form.is_list
     return is_list or isinstance(form, NamedForm | PythonForm | MistralForm)
 
 
 def _unless_begun(first: str, tag: str) -> str:
-    """Write a grammar in which the first non-blank character tells calls from text.
+    """Write the rules of an output whose first non-blank character tells calls from text.
 
     Args:
         first: the first character of calls.
@@ -108,7 +115,10 @@ def _unless_begun(first: str, tag: str) -> str:
 
 
 def _messages(form: HarmonyForm, mark: Mark) -> str | None:
-    """Allow messages of other channels before the calls or the last message."""
+    """Write the rules of an output in the harmony format: messages, and calls at the end.
+
+    Returns None if the format's marks are not special tokens.
+    """
     if not all(_is_token(one, mark) for one in form.special_tokens):
         return None
     channel, message = mark(harmony.CHANNEL), mark(harmony.MESSAGE)

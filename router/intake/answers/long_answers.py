@@ -1,7 +1,7 @@
-"""LongAnswers: builds response parts with many logprobs in a thread, so that others are served.
+"""LongAnswers: builds parts of responses with many logprobs in a thread, beside the event loop.
 
 Logprobs of a long prompt are hundreds of thousands of objects; building them takes a second or
-more.
+more, in which the event loop must serve other requests.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import TypeVar
 
 from baton.api.outputs import TextDelta, count_logprobs
 
-MAX_LOGPROBS_HERE = 500  # logprobs that are built at once, which takes a millisecond or two
+# At most this many logprobs are built on the event loop, which takes a millisecond or two
+MAX_LOGPROBS_HERE = 500
 
 T = TypeVar("T")
 
 
 class LongAnswers:
-    """Runs one thread; more threads would keep the GIL from the event loop for too long."""
+    """Runs a single thread: more threads would keep the GIL from the event loop for too long."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "long-answers")
 
     async def make(self, delta: TextDelta, make: Callable[[], T]) -> T:
-        """Return the result of ``make``; call it in the thread if the delta has many logprobs."""
+        """Return the result of ``make``; run it in the thread if the delta has many logprobs."""
         has_any = bool(delta.logprobs or delta.prompt_logprobs)
         if not has_any or count_logprobs(delta) <= MAX_LOGPROBS_HERE:
             return make()

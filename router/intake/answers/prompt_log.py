@@ -1,4 +1,4 @@
-"""PromptLog: logs prompts and outputs if enabled; no other log line contains them."""
+"""PromptLog: logs prompts and outputs if the operator enables it; no other log line has them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.calls.call import Call
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 2000
-_MAX_TOKENS = 2000  # tokens that are decoded to get `MAX_CHARS` characters
+_MAX_TOKENS = 2000  # enough tokens to get `MAX_CHARS` characters of text
 
 
 class PromptLog:
-    """Log one line per prompt and one per output.
+    """Logs one line per prompt and one line per output.
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: token ids are logged.
@@ -34,7 +34,7 @@ class PromptLog:
 
 
 class OutputLog:
-    """Collects an output, and logs it when its last piece arrives."""
+    """Collects the pieces of one output, and logs the output when its last piece arrives."""
 
     def __init__(self, ids: dict[str, str]) -> None:
         self._ids = ids
@@ -42,7 +42,7 @@ class OutputLog:
         self._token_ids: list[int] = []
 
     def note(self, delta: TextDelta) -> None:
-        """Add the next piece of the text."""
+        """Add the next piece of the output's text."""
         if len(self._text) < MAX_CHARS:
             self._text += delta.text
         if len(self._token_ids) < _MAX_TOKENS:

@@ -1,8 +1,8 @@
-"""Usage: the cost of a request as its client may see it.
+"""Usage: what a request cost, as its client may see it.
 
-A tenant that shares a cache sees only tokens of its own prompts as cached; other cached tokens
-count as computed. Numbers that would reveal other tenants' tokens (chunks, bytes sent) are left
-out. Knows no queue and no node.
+If a tenant shares its cache with others, its receipts report only tokens of its own prompts as
+cached; other cached tokens count as computed. Figures that would reveal other tenants' tokens
+(chunks, bytes sent) are left out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KIND = HashKind(16, "blake2b")
 
 
 class OwnPrompts:
-    """The prompts that tenants in sharing groups sent themselves, as block hashes with own salts.
+    """Remembers which prompts each tenant in a sharing group has sent itself.
 
-    Prompts that did not recently pass this router are missing, so counts may be too low, never too
-    high.
+    A prompt is remembered as hashes of its blocks, made with a salt of the tenant's own. Prompts
+    that did not pass this router lately are missing, so counts may be too low, but never too high.
 
     Args:
         salts: the router's cache salts.
@@ -36,9 +36,9 @@ class OwnPrompts:
         self._memory = memory or PlacementMemory(MAX_BLOCKS, LIFETIME_S)
 
     def num_tokens(self, call: Call) -> int | None:
-        """Return how many tokens at the start of the prompt its tenant has sent before.
+        """Return how many tokens at the prompt's start its tenant has sent in earlier prompts.
 
-        Returns None if the tenant does not share any cache.
+        Returns None if the tenant shares no cache.
         """
         if not call.terms.principal.cache_group:
             return None
@@ -51,11 +51,10 @@ class OwnPrompts:
         return num_blocks * _KIND.block_size
 
     def note(self, call: Call) -> None:
-        """Record a prompt at its first token, when its KV was computed or found in the cache.
+        """Remember a call's prompt. Call this at the first token, when the prompt's KV exists.
 
-        A prompt must not be recorded earlier: if a tenant could record a prompt that was not
-        computed, the receipt of its next request would reveal whether another tenant had sent this
-        prompt.
+        Remembering a prompt earlier would leak: if it is not computed after all, the receipt of the
+        tenant's next request would reveal whether another tenant had sent this prompt.
         """
         if call.terms.principal.cache_group:
             self._memory.note(1, self._hashes(call))
@@ -66,9 +65,11 @@ class OwnPrompts:
 
 
 def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
-    """Return the receipt as a client that sent ``num_own_tokens`` may see it.
+    """Return a receipt as its client may see it.
 
-    None: hide nothing.
+    Args:
+        num_own_tokens: number of tokens at the prompt's start that the client's tenant sent before;
+            None: the tenant shares no cache, so nothing is hidden.
     """
     if num_own_tokens is None:
         return receipt
@@ -83,7 +84,8 @@ def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
         )
     if decode is not None:
         num_hidden = max(decode.num_cached_tokens - num_own_tokens, 0)
-        is_alone = prefill is None  # the decode node computed the uncached tokens
+        # Without a prefill node, the decode node computed the uncached tokens
+        is_alone = prefill is None
         decode = dataclasses.replace(
             decode,
             num_cached_tokens=decode.num_cached_tokens - num_hidden,

@@ -1,1 +1,1 @@
-"""Images of prompts at the router: their limits, and the sizes in their files' headers."""
+"""Images of prompts on the router: limits, and reading an image's size from its file's header."""

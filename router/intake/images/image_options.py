@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from baton.api.errors import InvalidRequestError
 from baton.options import check_limits, option
 
-# A command with its images must fit into a message of the link (`MAX_MESSAGE_BYTES`, 64 MiB).
+# An image must fit into a command to a node, whose size is limited (`MAX_MESSAGE_BYTES`, 64 MiB).
 MOST_BYTES = 48 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """Limits of the images in requests. The limits are checked before anything is allocated."""
+    """Limits of the images in requests, which are checked before memory is allocated."""
 
     max_images: int = option(16, least=0, most=1024, help="Most images of a request; 0: none.")
     max_image_bytes: int = option(
@@ -60,11 +60,12 @@ class ImageOptions:
             )
 
     def check_bytes(self, field: str, num_bytes: int, num_before: int = 0) -> None:
-        """Raise InvalidRequestError if image files are too large.
+        """Raise InvalidRequestError if a request's image files are too large.
 
         Args:
-            num_bytes: bytes of a file, or how many it may have.
-            num_before: bytes of the request's images before this one.
+            field: the client's field with the image, for the error.
+            num_bytes: bytes of an image file, or how many it may have.
+            num_before: bytes of the images that precede it in the request.
         """
         if not num_bytes:
             raise InvalidRequestError(field, "the image must have at least 1 byte, got 0")
@@ -77,7 +78,7 @@ class ImageOptions:
             )
 
     def check_size(self, field: str, width: int, height: int) -> None:
-        """Raise InvalidRequestError if an image has too many pixels or is too narrow."""
+        """Raise InvalidRequestError if an image has too many pixels, or is too long and narrow."""
         if min(width, height) < 1 or width * height > self.max_image_pixels:
             raise InvalidRequestError(
                 field,

@@ -1,7 +1,7 @@
-"""ImageReader: checks the image files of a prompt and expands the prompt by their tokens.
+"""ImageReader: checks a prompt's image files, and puts their tokens into the prompt.
 
 Headers are read in worker processes, because a file may crash its parser. No pixel is decoded here;
-the node that computes the prompt does that.
+nodes do that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, Wo
 from router.intake.images.image_options import ImageOptions
 from router.intake.images.open_images import OpenImages
 
-# Pillow needs two canvases of 4 bytes per pixel to read the header of a WebP file.
+# To read the header of a WebP file, Pillow needs two canvases of 4 bytes per pixel.
 _BYTES_PER_PIXEL = 8
 _LIMITS = {"cpu_s": 1.0, "wall_s": 20.0}
 _read_answer = msgspec.json.Decoder(ImageHeader).decode
@@ -43,11 +43,11 @@ class ImageReader:
     """Reads the images of one base model's requests. Belongs to one event loop.
 
     Args:
-        layout: the model's rule for the tokens of an image.
+        layout: how many tokens an image has, and which, in the model's prompts.
 
     Attributes:
         layout, options: see the arguments.
-        open: bytes of the files of open requests.
+        open: counts the bytes of image files that open requests hold.
     """
 
     def __init__(self, layout: ImageLayout, options: ImageOptions | None = None) -> None:
@@ -72,13 +72,13 @@ class ImageReader:
         self._workers.close()
 
     async def read_sizes(self, files: Sequence[ImageFile], *, caller: str = "") -> list[SizedFile]:
-        """Return the files with the sizes of their images.
+        """Check image files, and return them with the width and height of their images.
 
         Args:
             caller: the tenant whose files these are.
 
         Raises:
-            InvalidRequestError: a file is no image that is accepted, or exceeds a limit.
+            InvalidRequestError: a file is not an image of an accepted format, or exceeds a limit.
             OverloadedError, NodeUnavailableError: raised by `WorkerProcesses.run`.
         """
         self.options.check_count(files[-1].field, len(files))
@@ -96,8 +96,8 @@ class ImageReader:
     async def expand(
         self, token_ids: Sequence[int], sized: Sequence[SizedFile]
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Return a prompt with the tokens of its images; see `expand_images`."""
-        # In a thread, because hashing releases the GIL: 16 MiB take 20 ms.
+        """Put the tokens of images into a prompt in place of markers; see `expand_images`."""
+        # In a thread beside the event loop: hashing 16 MiB takes 20 ms and releases the GIL.
         return await asyncio.to_thread(expand_images, token_ids, sized, self.layout)
 
     async def _read_header(self, file: ImageFile, caller: str) -> ImageHeader:
@@ -110,10 +110,10 @@ class ImageReader:
 
 
 def check_markers(messages: Sequence[Mapping[str, Any]], layout: ImageLayout) -> None:
-    """Raise InvalidRequestError if a text contains the marker, at which an image would be put.
+    """Raise InvalidRequestError if a text contains the marker that stands for an image.
 
     Args:
-        messages: the messages of a conversation, with contents of texts or parts.
+        messages: the messages of a conversation, whose contents are texts or parts.
     """
     for index, message in enumerate(messages):
         content = message.get("content") or ""

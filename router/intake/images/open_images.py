@@ -1,4 +1,4 @@
-"""OpenImages: the bytes of image files that a router holds for its open requests.
+"""OpenImages: limits the bytes of image files that a router holds for its open requests.
 
 A request holds its files until it ends, because a further attempt sends them again. Thousands of
 requests may wait while nodes are full, and images are much larger than prompts of text.
@@ -16,22 +16,22 @@ from baton.api.images import PromptImage
 
 
 class OpenImages:
-    """Bounds the bytes of open image files. Belongs to one event loop.
+    """Counts and limits the bytes of image files of open requests. Belongs to one event loop.
 
     Args:
-        max_bytes: maximum number of bytes of all callers; one caller may have half of them. A
-            single request is never refused.
+        max_bytes: maximum number of bytes over all callers; one caller may have half of them. A
+            caller's only request is never refused.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._num_bytes: Counter[str] = Counter()  # bytes by caller
-        # Images that were freed, perhaps on another thread.
+        self._num_bytes: Counter[str] = Counter()  # bytes that are held, by caller
+        # Callers and bytes of images that were freed, perhaps on another thread.
         self._freed: deque[tuple[str, int]] = deque()
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all open files."""
+        """Number of bytes of image files that are held now."""
         while self._freed:
             caller, num_bytes = self._freed.popleft()
             self._add(caller, -num_bytes)
@@ -39,9 +39,9 @@ class OpenImages:
 
     @contextmanager
     def reading(self, num_bytes: int, caller: str) -> Iterator[None]:
-        """Count the files of a request while the request is read.
+        """Count the files of a request while the request is being read.
 
-        Raises OverloadedError if open requests have too many bytes already.
+        Raises OverloadedError if open requests already hold too many bytes.
         """
         num_open, num_own = self.num_bytes, self._num_bytes[caller]
         limits = (num_open, self.max_bytes), (num_own, self.max_bytes // 2)
@@ -58,7 +58,7 @@ class OpenImages:
             self._add(caller, -num_bytes)
 
     def hold(self, images: Iterable[PromptImage], caller: str) -> None:
-        """Count images until they are freed."""
+        """Count the files of images until the images are freed."""
         for image in images:
             self._add(caller, len(image.data))
             freed = (caller, len(image.data))

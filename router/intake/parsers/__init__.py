@@ -1,6 +1,6 @@
-"""Output parsers, by name, for calls and for reasoning. A new parser is a row in `families.py`.
+"""Output parsers by name, for calls and for reasoning. A new parser is one row in `families.py`.
 
-Names are those of vLLM's options.
+The names are those of vLLM's options.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from baton.registry import Registry
 from router.intake.parsers.families import CALLS, THOUGHTS, Family, Thoughts
 
-AUTO, NONE = "auto", "none"  # AUTO: chosen by the chat template; NONE: no parser
+AUTO, NONE = "auto", "none"  # AUTO: the chat template decides; NONE: no parser
 TOOL_CALL_PARSERS: Registry[Family] = Registry(
     "tool-call parser", CALLS, plugin_group="baton.tool_parsers"
 )

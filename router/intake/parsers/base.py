@@ -1,4 +1,4 @@
-"""Parts of an output (text, reasoning, calls), and the protocol of output parsers."""
+"""The parts of an output (text, reasoning, calls), and the protocol of output parsers."""
 
 from __future__ import annotations
 
@@ -30,45 +30,46 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the last call's arguments, as JSON that the model wrote."""
+    """The next piece of the arguments of the call that began last, as JSON text."""
 
     text: str
 
 
 CLOSE_SIGN = "\ud800"
-"""Stands for the token that closes a thought; no output contains this text."""
+"""Text that parsers get in place of the token that ends reasoning; no model writes it."""
 MakeId = Callable[[str], str]
-"""Makes the id of an output's next call from the function's name."""
+"""Function that makes the id of the next call in an output, given the function's name."""
 Part = str | Reasoning | CallBegins | CallArguments
-"""A string is a part of the message's text."""
+"""A part of an output; a string is a part of the answer's text."""
 
 
 class OutputParser(Protocol):
-    """Divides one output, which arrives in pieces, into parts. Never raises.
+    """Divides one output, whose text arrives in pieces, into parts. Never raises.
 
     The joined parts do not depend on how the output is cut into pieces. The total time is linear in
     the output's length.
     """
 
     def push(self, text: str) -> Iterator[Part]:
-        """Yield the parts that are certain now; hold back text that may begin a tag."""
+        """Add text; yield the parts that are certain, and hold back text that may begin a mark."""
         ...
 
     def flush(self) -> Iterator[Part]:
-        """Yield the rest of an output that has ended."""
+        """End the output; yield the parts of the text that was held back."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """Facts about a request that its parser may use.
+    """Facts about a request that the parser of its output may need.
 
     Attributes:
         tools: JSON Schema of each offered function's parameters, by name.
-        prompt_end: the end of the prompt that belongs to the answer, with special tokens.
-        num_calls: number of calls in the conversation so far.
-        closes_by_token: whether only the closing token (`CLOSE_SIGN`) ends a thought; the same text
-            in other tokens then does not.
+        prompt_end: the end of the prompt that is already part of the answer, such as a mark of
+            reasoning, with special tokens.
+        num_calls: number of calls in the conversation before this output.
+        closes_by_token: whether only the closing token (`CLOSE_SIGN`) ends reasoning. Then the same
+            text in other tokens does not.
     """
 
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""OutputParsers: makes the parsers of a model's outputs, chosen by chat template or option."""
+"""OutputParsers: makes parsers of a model's outputs; chat template or option chooses them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ Row = TypeVar("Row", Family, Thoughts)
 
 @dataclass(frozen=True, slots=True)
 class AskedThinking:
-    """A request's wishes about thinking before the answer.
+    """Request's choice about thinking before the answer.
 
     Attributes:
         is_off: whether the model must not think.
         must_think: whether the output must begin with a thought; if not, the model decides.
         budget_tokens: maximum number of tokens of the thought; None: no limit.
-        goes_on: whether the output continues text of the prompt; if so, no thought begins.
+        goes_on: whether the output continues the text of the prompt's last message; then no thought
+            begins.
     """
 
     is_off: bool = False
@@ -41,14 +42,14 @@ class AskedThinking:
 
 
 class OutputParsers:
-    """Make the parsers of a model's outputs.
+    """Makes the parsers of one model's outputs, and grammars for its calls.
 
     Args:
         tokenizer: the checkpoint's tokenizer; None: outputs are plain text.
-        tool_call_parser, reasoning_parser: names, ``auto`` or ``none``.
+        tool_call_parser, reasoning_parser: names of the parsers, ``auto`` or ``none``.
 
     Attributes:
-        tool_call_parser, reasoning_parser: the chosen names.
+        tool_call_parser, reasoning_parser: names of the chosen parsers.
 
     Raises ConfigError for an unknown name.
     """
@@ -63,7 +64,7 @@ class OutputParsers:
         source = ""
         if tokenizer is not None and tokenizer.chat_template is not None:
             source = tokenizer.chat_template.source(with_tools=True)
-        # If a template does not support tools, they are described to the model in Hermes' form.
+        # If a template does not support tools, Baton describes tools to the model in Hermes' form.
         takes_tools = tokenizer is not None and tokenizer.takes_tools
         if tool_call_parser == AUTO:
             rows = TOOL_CALL_PARSERS.load_all() if takes_tools else {}
@@ -79,14 +80,17 @@ class OutputParsers:
             self._thoughts = ThoughtFinder(tokenizer, self._reasoning.marks)
 
     def shown_token_ids(self, *, with_tools: bool) -> frozenset[int]:
-        """Return special tokens that must stay in the output's text, because parsers read them."""
+        """Return the special tokens that the text of outputs must show for the parsers."""
         kinds = (self._reasoning, self._calls if with_tools else None)
         names = [name for kind in kinds if kind is not None for name in kind.special_tokens]
         found = map(self._tokenizer.special_token_id, names) if self._tokenizer else ()
         return frozenset(token_id for token_id in found if token_id is not None)
 
     def prompt_end(self, prompt: list[int]) -> str:
-        """Return the end of a prompt that belongs to the answer; see `ThoughtFinder`."""
+        """Return the end of a prompt that is already part of the answer.
+
+        See `ThoughtFinder`.
+        """
         return "" if self._thoughts is None else self._thoughts.prompt_end(prompt)
 
     def thinking(
@@ -101,7 +105,7 @@ class OutputParsers:
 
         Args:
             is_constrained: whether a grammar constrains the answer after the thought.
-            before_calls: whether a grammar of calls in the family's form follows, not of an answer.
+            before_calls: whether this grammar is of calls in the family's form, not of an answer.
         """
         is_off = asked.is_off or asked.budget_tokens == 0
         budget_tokens = 0 if is_off else asked.budget_tokens
@@ -119,7 +123,7 @@ class OutputParsers:
         return None if lets_none_begin else found
 
     def asked_thinking(self, prompt: list[int], asked: Thinking) -> Thinking | None:
-        """Add the marks to a thought whose budget the client set; None if no thought can begin.
+        """Add the model's marks to a request's settings of thinking; None if no thought can begin.
 
         Raises InvalidRequestError for a model that does not think.
         """
@@ -132,7 +136,7 @@ class OutputParsers:
     def answer_or_calls(
         self, answer: str, functions: Sequence[Function], *, several: bool
     ) -> str | None:
-        """Make a grammar of an answer that fits a JSON Schema, or of calls instead.
+        """Make a grammar that allows either an answer that fits a JSON Schema, or calls.
 
         Returns None if outputs are not searched for calls. Raises the errors of the function
         `answer_or_calls`.
@@ -142,9 +146,9 @@ class OutputParsers:
         return answer_or_calls(self._calls.form, answer, functions, self._mark, several=several)
 
     def forced_calls(self, functions: Sequence[Function], *, several: bool) -> tuple[str, bool]:
-        """Make a grammar of forced calls, in the model's form or in a common JSON form.
+        """Make a grammar that allows only calls, in the model's form or in a common JSON form.
 
-        Also returns whether the calls have the common form; pass this to `make` as ``is_forced``.
+        Returns also whether the calls have the common form; pass this to `make` as ``is_forced``.
 
         Raises InvalidRequestError.
         """
@@ -158,7 +162,7 @@ class OutputParsers:
     def text_or_calls(self, functions: Sequence[Function], *, several: bool) -> str | None:
         """Make a grammar of a text that may end in calls.
 
-        Returns None if calls look like text. Raises InvalidRequestError.
+        Returns None if calls cannot be told from text. Raises InvalidRequestError.
         """
         if self._calls is None:
             return None
@@ -182,10 +186,11 @@ class OutputParsers:
 
         Args:
             is_forced: whether a grammar forces one call in the common form.
-            is_constrained: whether a grammar constrains the answer to anything but free text.
-            is_either: whether this grammar is from `answer_or_calls`.
-            several: whether a client may get more than one call.
+            is_constrained: whether a grammar constrains the answer; False if the grammar allows
+                free text.
+            is_either: whether this grammar comes from `answer_or_calls`.
             thinks: whether a thought may precede the constrained answer.
+            several: whether a client may get more than one call.
         """
         reasoning = self._reasoning if thinks or not (is_forced or is_constrained) else None
         parser = self._make(context, reasoning, is_forced, is_either)

@@ -1,7 +1,8 @@
-"""Families: one row for each way in which models write calls and reasoning.
+"""Families: one row for each way in which models write calls or reasoning.
 
-A row has signs found in chat templates, marks of calls, and the form of call ids. Parsers use
-the rows to read outputs, `router/intake/answers/call_forms.py` to write grammars.
+A row has texts by which a chat template shows the family, the marks of calls or reasoning, and the
+form of call ids. Parsers use the rows to read outputs, and `router/intake/answers/call_forms.py` to
+write grammars.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class CallForm(Protocol):
     """The marks of a family's calls, and their parser.
 
     Attributes:
-        special_tokens: marks that may be special tokens and must then stay in the text.
-        begins: marks that calls may begin with; empty: calls have none.
+        special_tokens: marks that are special tokens in some checkpoints; parsers must get them.
+        begins: marks that calls may begin with; empty: calls have no mark.
     """
 
     @property
@@ -44,7 +45,7 @@ class Family:
     """How a family of models writes calls.
 
     Attributes:
-        signs: texts; any of them in a chat template identifies the family.
+        signs: a chat template that contains one of these texts belongs to the family.
         new_id: makes a call's id from the function's name and the number of earlier calls, in the
             form that the family's templates show.
         takes_all: whether the parser of calls also parses reasoning.
@@ -63,7 +64,7 @@ class Family:
         return self.form.make_parser(context, self.make_ids(context))
 
     def make_ids(self, context: ParserContext) -> MakeId:
-        """Return a function that makes the ids of calls in one output."""
+        """Return a function that makes the ids of the calls in one output."""
         numbers = itertools.count(context.num_calls)
         return lambda name: self.new_id(name, next(numbers))
 
@@ -73,7 +74,7 @@ class Thoughts:
     """How a family of models marks its reasoning.
 
     Attributes:
-        signs: texts; any of them in a chat template identifies the family.
+        signs: a chat template that contains one of these texts belongs to the family.
         takes_all: whether the parser of reasoning also parses calls.
     """
 
@@ -98,7 +99,7 @@ def numbered_id(name: str, number: int) -> str:
     return f"functions.{name}:{number}"
 
 
-# The first row with a sign in the template applies.
+# If a chat template contains signs of several rows, the first row is chosen.
 CALLS: dict[str, Family] = {
     "openai": Family(HarmonyForm(), ("<|channel|>",), takes_all=True),
     "glm45": Family(
@@ -204,6 +205,6 @@ THOUGHTS: dict[str, Thoughts] = {
 
 
 def family_of(template: str, rows: Mapping[str, Family] | Mapping[str, Thoughts]) -> str | None:
-    """Return the name of the first row with a sign in a chat template, or None."""
+    """Return the name of the first row that has a sign in a chat template, or None."""
     signs = ((name, sign) for name, row in rows.items() for sign in row.signs)
     return next((name for name, sign in signs if sign in template), None)

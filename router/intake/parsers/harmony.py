@@ -33,20 +33,21 @@ _BEGINNINGS = (CHANNEL, START, " to=", "to=")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyForm:
-    """The harmony format, which covers reasoning and calls."""
+    """OpenAI's harmony format, which covers both reasoning and calls."""
 
     special_tokens: tuple[str, ...] = _TAGS
     begins: tuple[str, ...] = ()
     marks: ThoughtMarks = HARMONY
 
     def make_parser(self, context: ParserContext, make_id: MakeId = new_call_id) -> OutputParser:
-        """Make a parser of reasoning and calls."""
+        """Make a parser of one output's reasoning and calls."""
         return ScriptedParser(lambda source: _script(source, context.prompt_end))
 
 
 def _script(source: Source, prompt_end: str) -> Steps[None]:
     begun, mark, _ = prompt_end.rpartition(MESSAGE)
-    if mark and not (yield from _message(source, begun)):  # the prompt ends inside a message
+    # The prompt has begun a message, which the output continues
+    if mark and not (yield from _message(source, begun)):
         return
     begins_with_header = bool(mark) or (yield from _begins(source))
     while True:
@@ -56,7 +57,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
             text = "".join(header)
             if not ending:
                 if CHANNEL not in text and START not in text and text.strip():
-                    yield text  # a header was cut off, so this is text
+                    yield text  # the output ended where a header may have begun, so it is text
                 return
         begins_with_header = True
         tag = yield from _message(source, "".join(header))
@@ -65,7 +66,7 @@ def _script(source: Source, prompt_end: str) -> Steps[None]:
 
 
 def _end(source: Source) -> Steps[str]:
-    """Consume the mark that ends a message, if it is next; return the mark or ""."""
+    """Consume the mark that ends a message, if it comes next; return the mark or an empty text."""
     for mark in _ENDS:
         if (yield from source.consume(mark)):
             return mark
@@ -81,7 +82,7 @@ def _begins(source: Source) -> Steps[bool]:
 
 
 def _message(source: Source, header: str) -> Steps[str]:
-    """Read a message after its header; return the mark at its end."""
+    """Read a message behind its header; return the mark that ends the message."""
     recipient = _RECIPIENT.search(header)
     if recipient:
         blanks = yield from source.match(SPACE)

@@ -1,4 +1,4 @@
-"""Parse a call in the form ``{"name": ..., "arguments": {...}}`` while the model writes it."""
+"""Reads a call of the form ``{"name": ..., "arguments": {...}}`` while the model writes it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from router.intake.parsers.source import Source, Steps
 ARGUMENT_KEYS = ("arguments", "parameters")
 NO_ARGUMENTS = "{}"
 SPACE = re.compile(r"[ \t\r\n]*")
-# Text between a call's arguments and the closing mark: closing brackets, even too many.
+# Text between a call's arguments and the closing mark: closing brackets, perhaps too many.
 BEHIND = re.compile(r"[ \t\r\n}\]]*")
 _COMMA = re.compile(r"[ \t\r\n,]*")
-# Runs of characters outside strings that do not change the parser's state.
+# Characters outside strings that do not change the state of `_ValueState`.
 _PLAIN = re.compile(r"[^\"{}\[\]<>();`|#$&=\\'@!?^%~]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[^\"{}\[\],<>\s]*")
@@ -23,7 +23,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 def is_nothing(text: str) -> bool:
-    """Return whether a text means empty arguments."""
+    """Return whether a text stands for empty arguments."""
     return text.strip() in ("", "null")
 
 
@@ -33,9 +33,9 @@ def call_steps(
     names: Collection[str] | None = None,
     make_id: MakeId = new_call_id,
 ) -> Steps[str | None]:
-    """Read a call and return None; if the text is no call, return the consumed text.
+    """Read a call and return None; if the text is no call, return the text that was consumed.
 
-    A call counts once its name and the ``{`` of its arguments were read, even if the rest is
+    The text is a call once its name and the ``{`` of its arguments were read, even if the rest is
     invalid.
 
     Args:
@@ -45,12 +45,12 @@ def call_steps(
 
 
 def list_steps(source: Source, read: str, *, make_id: MakeId = new_call_id) -> Steps[str | None]:
-    """Read a list of calls after its ``[``. Return None if there is a call; else the consumed text.
+    """Read a list of calls after its ``[``; return None, or the consumed text if it is no call.
 
     The list counts as calls if its first element is a call.
 
     Args:
-        read: text that was consumed before the list, returned as part of the consumed text.
+        read: text that was consumed before the list; the returned text begins with it.
     """
     is_first = True
     while True:
@@ -75,7 +75,7 @@ class _CallReader:
         self._make_id = make_id
         self._read: list[str] = []
         self._name = ""
-        self._arguments: list[str] | None = None  # arguments that came before the name
+        self._arguments: list[str] | None = None  # arguments that the model wrote before the name
         self._has_begun = False
 
     def steps(self) -> Steps[str | None]:
@@ -91,9 +91,9 @@ class _CallReader:
         return None
 
     def _members(self) -> Steps[bool]:
-        """Read an object's members.
+        """Read the members of a call's object.
 
-        Return whether it was read to its end, or far enough for a call.
+        Returns whether the object was read to its end, or far enough to be a call.
         """
         if not (yield from self._expect("{")):
             return False
@@ -109,7 +109,7 @@ class _CallReader:
                 return (yield from self._expect("}"))
 
     def _member(self, key: str) -> Steps[bool]:
-        """Read a member's value; return whether calls may have such a member."""
+        """Read the value of a member; return whether a call may have this member."""
         if key == "name" and not self._name:
             name = yield from self._string()
             if not name or (self._names is not None and name not in self._names):
@@ -134,7 +134,7 @@ class _CallReader:
         return (yield from value_steps(self._source, CallArguments))
 
     def _null(self) -> Steps[bool]:
-        """Read null, which some models write as the arguments of a function without parameters."""
+        """Read null, which some models write for the arguments of a function without parameters."""
         scalar = yield from self._source.match(_SCALAR)
         self._keep(scalar)
         if scalar != "null":
@@ -143,7 +143,7 @@ class _CallReader:
         return True
 
     def _arguments_in_a_string(self) -> Steps[bool]:
-        """Read arguments as JSON in a string, the form of OpenAI's API, which some models write."""
+        """Read arguments as a string that contains JSON, the form that OpenAI's API has."""
         text = yield from self._string()
         if text is None:
             return False
@@ -193,7 +193,7 @@ class _CallReader:
             return None
         try:
             value = json.loads("".join(parts), strict=False)
-            value.encode()  # raises for half a surrogate pair, which no client can be sent
+            value.encode()  # raises for half a surrogate pair, which cannot be sent to a client
         except (ValueError, RecursionError):
             return None
         return str(value)
@@ -206,10 +206,10 @@ class _CallReader:
 def value_steps(source: Source, take: Callable[[str], Part | None]) -> Steps[bool]:
     """Consume a JSON value while it arrives; return whether it was complete.
 
-    Stops at text that cannot be JSON.
+    Stops at text that cannot be part of the value.
 
     Args:
-        take: called with each piece of text; returns a part of the output, or None.
+        take: called with each piece of text; returns a part of the output to yield, or None.
     """
     first = yield from source.peek()
     if first not in ('"', "{", "["):
@@ -231,7 +231,7 @@ def value_steps(source: Source, take: Callable[[str], Part | None]) -> Steps[boo
 
 
 class _ValueState:
-    """Track the position within a JSON value."""
+    """Tracks how far a JSON value has been read."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -240,7 +240,7 @@ class _ValueState:
         self.has_ended = False
 
     def read(self, text: str) -> int:
-        """Return the number of leading characters of the text that belong to the value."""
+        """Read text; return how many of its leading characters belong to the value."""
         position = 0
         while position < len(text) and not self.has_ended:
             if self._escaped:
@@ -249,7 +249,7 @@ class _ValueState:
                 continue
             pattern = _IN_STRING if self._in_string else _PLAIN
             run = pattern.match(text, position)
-            assert run is not None  # an empty match is possible
+            assert run is not None  # the pattern matches even an empty text
             position = run.end()
             if position == len(text):
                 break
@@ -259,7 +259,7 @@ class _ValueState:
         return position
 
     def _sign(self, sign: str) -> bool:
-        """Handle a structural character; return False if it is not allowed here."""
+        """Handle a character such as a bracket or quote; return False if it is not allowed here."""
         if self._in_string:
             self._escaped = sign == "\\"
             self._in_string = self._escaped

@@ -23,17 +23,18 @@ from router.intake.parsers.source import (
 
 _BETWEEN = re.compile(r"[ \t\r\n;,]*")
 Block = Callable[[Source], Steps[str | None]]
-"""Reads calls after a mark. Returns None if there was one; else the consumed text."""
+"""Function that reads calls after a mark; returns the consumed text if there is no call."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """Marks of calls in JSON; if text between marks is no call, it stays text, marks included.
+    """Calls in JSON between marks, anywhere in a text; if no call follows a mark, the mark is text.
 
     Attributes:
         opens: marks that may begin calls; grammars use the first one.
         close: mark that ends calls; empty: none.
-        is_list: whether grammars put all calls in a list after one mark; parsers accept both.
+        is_list: whether grammars put all calls into a list after one mark; parsers accept single
+            calls, too.
     """
 
     opens: tuple[str, ...]
@@ -66,9 +67,9 @@ class JsonForm:
 
 @dataclass(frozen=True, slots=True)
 class BareJsonForm:
-    """Form of an output that is only calls, separated by semicolons, possibly after a mark.
+    """Calls in JSON as the whole output, separated by semicolons, perhaps after a mark.
 
-    Only offered functions count as calls; other JSON is text.
+    Only calls of offered functions count; other JSON is text.
     """
 
     tag: str
@@ -82,7 +83,7 @@ class BareJsonForm:
         return ()
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser of a whole output."""
+        """Make a parser of an output that is only calls, or only text."""
         names = frozenset(context.tools)
 
         def script(source: Source) -> Steps[None]:
@@ -108,7 +109,9 @@ def marked_steps(source: Source, opens: tuple[str, ...], close: str, block: Bloc
     """Read calls between marks, anywhere in a text.
 
     Args:
-        close: mark after calls; empty: none.
+        opens: marks that begin calls.
+        close: mark that ends calls; empty: none.
+        block: reads the calls after a mark.
     """
     ends = (close, *opens) if close else opens
     tag = yield from source.until(opens, as_text)
@@ -117,7 +120,7 @@ def marked_steps(source: Source, opens: tuple[str, ...], close: str, block: Bloc
         if no_call is not None:
             yield tag + no_call
         tag = yield from source.until(ends, as_text)
-        if tag and tag == close:  # models sometimes leave it out
+        if tag and tag == close:  # models sometimes leave the closing mark out
             if no_call is not None:
                 yield close
             tag = yield from source.until(opens, as_text)

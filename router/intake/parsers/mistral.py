@@ -31,7 +31,7 @@ def new_short_id(name: str = "", number: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MistralForm:
-    """Calls after their mark, in both of Mistral's forms."""
+    """Calls in both of Mistral's forms, after their mark."""
 
     special_tokens: tuple[str, ...] = (TAG, CALL_ID, ARGS)
     begins: tuple[str, ...] = (TAG,)

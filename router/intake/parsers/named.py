@@ -31,14 +31,15 @@ _FENCE = re.compile(r"[`a-z \t\r\n}\]]*")
 
 @dataclass(frozen=True, slots=True)
 class NamedForm:
-    """Marks of calls with names.
+    """Marks of calls that have the function's name outside of the JSON.
 
     Attributes:
         all_open, all_close: enclose all calls of an output.
         open, close: enclose one call.
         separator: mark between name and arguments.
-        is_fenced: whether the name may come after the separator, with arguments in a code block.
-        prefix: text before the name; ``:`` and the call's number follow the name.
+        is_fenced: whether the name may follow the separator, with the arguments in a code block.
+        prefix: text before the name; if there is one, ``:`` and the call's number follow the
+            name.
     """
 
     all_open: str
@@ -58,7 +59,10 @@ class NamedForm:
         return (self.all_open,)
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser; a call counts once its name and the ``{`` of its arguments were read."""
+        """Make a parser of one output.
+
+        A call counts once its name and the ``{`` of its arguments were read.
+        """
         return ScriptedParser(_Reader(self, make_id).steps)
 
 
@@ -77,7 +81,7 @@ class _Reader:
                 yield form.open + no_call
 
     def _call(self, source: Source) -> Steps[str | None]:
-        """Read a call and return None; if the text is no call, return the consumed text."""
+        """Read a call and return None; if it is no call, return the text that was consumed."""
         form = self._form
         name = yield from source.match(_NAME)
         read = name + (yield from source.match(SPACE))
@@ -103,7 +107,7 @@ class _Reader:
         return None
 
     def _begin(self, written: str) -> CallBegins:
-        """Begin a call; keep the id that the model wrote, because the model refers to it later."""
+        """Begin a call; keep an id that the model wrote, because the model refers to it later."""
         if not self._form.prefix:
             return CallBegins(written, self._make_id(written))
         name = written.removeprefix(self._form.prefix)

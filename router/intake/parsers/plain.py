@@ -1,4 +1,4 @@
-"""Parsers of simple outputs: plain text; one call; calls or text; only the first call."""
+"""Simple parsers: the whole output as text, as one call, or as calls or text; only one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.intake.parsers.source import ScriptedParser, Source, Steps, rest_as_
 
 
 class PlainText:
-    """Treat the whole output as text."""
+    """Treats the whole output as text."""
 
     def push(self, text: str) -> Iterator[Part]:
         if text:
@@ -44,11 +44,12 @@ class OneCall(ScriptedParser):
 
 
 class CallsOrText:
-    """Read an output as calls if it begins with a mark of calls, else as text.
+    """Reads an output as calls if it begins with a mark of calls, else as text.
 
     Marks in the middle of a text are ignored.
 
     Args:
+        marks: marks that calls may begin with.
         calls: the parser of calls.
     """
 
@@ -75,10 +76,10 @@ class CallsOrText:
 
 
 class FirstCall:
-    """Drop all calls after the first, for requests that allow only one.
+    """Drops all calls after an output's first one, for requests that allow only one.
 
     Args:
-        parts: the parser of the output.
+        parts: the parser of the output, whose parts are filtered.
     """
 
     def __init__(self, parts: OutputParser) -> None:

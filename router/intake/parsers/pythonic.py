@@ -1,4 +1,4 @@
-"""Calls in Python syntax: an output like ``[f(x=1), g(y="a")]``, or calls between marks."""
+"""Reads calls in Python syntax: an output like ``[f(x=1), g(y="a")]``, or calls between marks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class PythonForm:
 
     Attributes:
         open, close: enclose calls.
-        is_marked: whether calls stand between marks anywhere in a text. If not, the whole output is
-            a list of calls, marks are optional, and only offered functions count.
+        is_marked: whether calls stand between marks, anywhere in a text. If not, the whole output
+            is a list of calls, marks are optional, and only calls of offered functions count.
         is_list: whether calls form a list in brackets; if not, each call has its own line.
     """
 
@@ -51,14 +51,15 @@ class PythonForm:
         return (self.open,) if self.is_marked else ()
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser; everything but calls is text."""
+        """Make a parser of one output; everything but calls is text."""
         names = None if self.is_marked else frozenset(context.tools)
 
         def block(source: Source) -> Steps[str | None]:
             read = yield from source.match(SPACE)
             if (yield from source.consume("[")):
                 read += "[" + (yield from source.match(SPACE))
-            if (yield from source.peek()) == "{":  # JSON, which some templates show
+            # Calls in JSON, which some templates show to the model
+            if (yield from source.peek()) == "{":
                 return (yield from list_steps(source, read, make_id=make_id))
             no_call = yield from _calls(source, names, read, make_id)
             if no_call is None:
@@ -83,7 +84,7 @@ class PythonForm:
 def _calls(
     source: Source, names: frozenset[str] | None, read: str, make_id: MakeId
 ) -> Steps[str | None]:
-    """Read calls and return None; if the text has no call, return the consumed text.
+    """Read calls and return None; if the text has no call, return the text that was consumed.
 
     Args:
         names: functions that may be called; None: any.
@@ -114,7 +115,10 @@ def _calls(
 
 
 def _arguments(source: Source) -> Steps[str | None]:
-    """Read ``x=1, y="a")`` as a JSON object; return None, or consumed text that is no argument."""
+    """Read ``x=1, y="a")``, yield it as a JSON object, and return None.
+
+    If a text is no argument, end the object and return this text.
+    """
     sign = "{"
     while True:
         yield from source.match(SPACE)
@@ -138,7 +142,7 @@ def _arguments(source: Source) -> Steps[str | None]:
 
 
 def _value(source: Source) -> Steps[str]:
-    """Consume text up to a comma or parenthesis outside strings and brackets."""
+    """Consume and return text up to a comma or parenthesis outside of strings and brackets."""
     parts: list[str] = []
     opened: list[str] = []
     quote = ""
@@ -163,7 +167,7 @@ def _value(source: Source) -> Steps[str]:
 
 
 def _as_json(text: str) -> str | None:
-    """Return a Python or JSON literal as JSON, or None if that is impossible."""
+    """Convert a Python or JSON literal to JSON; return None for another text."""
     text = text.strip()
     if text in _WORDS:
         return _WORDS[text]
@@ -174,9 +178,10 @@ def _as_json(text: str) -> str | None:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         return written
-    return text if is_json(text) else None  # JSON with a number that is too large for a float
+    # The text is JSON with a number that is too large for a float
+    return text if is_json(text) else None
 
 
 def _read_lines(text: str) -> object:
-    """Read a string with unescaped line breaks, as some templates show them."""
+    """Read a Python string with unescaped line breaks, which some templates show to the model."""
     return ast.literal_eval(text.translate(_ESCAPES))

@@ -1,7 +1,8 @@
 """Source: lets a parser read an output as if it were complete, although it arrives in pieces.
 
-A parser is a generator that yields parts, and yields `MORE` when it needs more text. The cuts
-between pieces do not change the result, and only text that may begin a marker is scanned twice.
+A parser is a generator that yields parts of the output, and yields `MORE` when it needs more text.
+The result does not depend on how the output is cut into pieces, and only text that may begin a
+marker is read twice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from router.intake.parsers.base import CallArguments, CallBegins, Part
 
 
 class _More:
-    """Signals that more text is needed."""
+    """The type of `MORE`, by which a parser asks for more text."""
 
 
 MORE: Final = _More()
@@ -25,7 +26,7 @@ Steps = Generator[Step, None, T]
 
 
 class Source:
-    """The text that is not consumed yet."""
+    """The text of an output that has arrived and is not consumed yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -33,21 +34,22 @@ class Source:
         self._has_ended = False
 
     def feed(self, text: str) -> None:
-        """Add text."""
+        """Add text that has arrived."""
         self._text = self._text[self._position :] + text
         self._position = 0
 
     def close_input(self) -> None:
-        """Note that no more text comes."""
+        """Note that the output has ended, so that no more text comes."""
         self._has_ended = True
 
     def until(self, markers: tuple[str, ...], take: Callable[[str], Part | None]) -> Steps[str]:
-        """Consume text through the first of several markers; return this marker, or "" at the end.
+        """Consume text up to and including a marker; return the marker, or "" at the output's end.
 
-        No marker may contain another one, except as its end.
+        No marker may contain another marker, except at its end.
 
         Args:
-            take: called with each piece of text before the marker; returns a part, or None.
+            take: called with each piece of text before the marker; returns a part to yield, or
+                None.
         """
         pattern = _any_of(markers)
         while True:
@@ -66,13 +68,13 @@ class Source:
             yield MORE
 
     def peek(self, num_chars: int = 1) -> Steps[str]:
-        """Return the next characters without consuming them; fewer only at the end."""
+        """Return the next characters without consuming them; fewer only at the output's end."""
         while len(self._text) - self._position < num_chars and not self._has_ended:
             yield MORE
         return self._text[self._position : self._position + num_chars]
 
     def match(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume the longest run that matches a pattern like ``[a-z]*``."""
+        """Consume and return the longest text that matches a pattern like ``[a-z]*``."""
         runs = []
         while True:
             found = pattern.match(self._text, self._position)
@@ -84,31 +86,31 @@ class Source:
             yield MORE
 
     def comes(self, text: str) -> Steps[bool]:
-        """Return whether the next characters are exactly this text, without consuming them."""
+        """Return whether exactly this text comes next, without consuming it."""
         for length in range(1, len(text) + 1):
             if (yield from self.peek(length)) != text[:length]:
                 return False
         return True
 
     def consume(self, text: str) -> Steps[bool]:
-        """Consume exactly this text if it is next; return whether it was."""
+        """Consume this text if it comes next; return whether it did."""
         if not (yield from self.comes(text)):
             return False
         self._position += len(text)
         return True
 
     def chunk(self) -> Steps[str]:
-        """Return all available text without consuming it; empty only at the end."""
+        """Return all text that is there, without consuming it; empty only at the output's end."""
         while self._position == len(self._text) and not self._has_ended:
             yield MORE
         return self._text[self._position :]
 
     def skip(self, num_chars: int) -> None:
-        """Consume this many characters, which `chunk` or `peek` has returned."""
+        """Consume this many characters; `chunk` or `peek` must have returned them before."""
         self._position += num_chars
 
     def _num_held(self, markers: tuple[str, ...]) -> int:
-        """Return the length of the longest suffix of the text that may begin a marker."""
+        """Return the length of the longest end of the text that may begin a marker."""
         if self._has_ended:
             return 0
         num_there = len(self._text) - self._position
@@ -120,15 +122,15 @@ class Source:
 
 
 class ScriptedParser:
-    """Parse an output with a script, which must consume all text.
+    """A parser made from a script: a generator that reads a `Source` and consumes all text.
 
-    White space between calls and after the last one is dropped.
+    White space between calls and after the last call is dropped.
     """
 
     def __init__(self, script: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()
         self._steps = script(self._source)
-        self._after_call = False  # whether only white space has followed the last call
+        self._after_call = False  # whether only white space has arrived since the last call
         self._blanks: list[str] = []
 
     def push(self, text: str) -> Iterator[Part]:
@@ -158,7 +160,7 @@ class ScriptedParser:
 
 
 def as_text(text: str) -> Part:
-    """Return a text as a part of the assistant's message."""
+    """Return a text as a part of the answer's text."""
     return text
 
 
@@ -168,7 +170,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def rest_as_text(source: Source) -> Steps[None]:
-    """Pass on the remaining text as parts of the assistant's message."""
+    """Consume the rest of the output, and yield it as parts of the answer's text."""
     while text := (yield from source.chunk()):
         source.skip(len(text))
         yield text

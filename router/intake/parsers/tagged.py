@@ -34,7 +34,7 @@ _PLAIN_NAME = re.compile(r"[\w.:/\-]+")
 
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
-    """Marks of a call, in the order of writing; "" is a mark that the family does not have.
+    """Marks of a call, in the order in which models write them; empty: the family lacks the mark.
 
     Attributes:
         open, close: enclose the call.
@@ -42,8 +42,8 @@ class TaggedForm:
         key, key_end: enclose an argument's name.
         value, value_end: enclose an argument's value.
         end: follows the arguments.
-        has_lines: whether values stand on lines of their own; the line breaks do not belong to the
-            values.
+        has_lines: whether a value stands on lines of its own; the line breaks around it do not
+            belong to the value.
     """
 
     open: str
@@ -68,7 +68,10 @@ class TaggedForm:
         return (self.open,)
 
     def make_parser(self, context: ParserContext, make_id: MakeId) -> OutputParser:
-        """Make a parser that gives each argument its type from the function's schema."""
+        """Make a parser of one output.
+
+        The function's schema decides the type of each argument.
+        """
         return ScriptedParser(_Reader(self, context, make_id).steps)
 
 
@@ -93,14 +96,15 @@ class _Reader:
             if ended == form.end and tag == form.open:
                 yield from source.match(SPACE)
                 yield from source.consume(form.close)
-            is_next = ended in self._tags  # the model omitted the end mark
+            # The model left the end mark out, so the next call begins here
+            is_next = ended in self._tags
             tag = ended if is_next else (yield from source.until(self._tags, as_text))
 
     def _tools(self, name: str) -> dict[str, object]:
         return dict(self._context.tools.get(name, {}))
 
     def _name(self, source: Source, tag: str) -> Steps[str]:
-        """Read a function's name; without a name, yield the consumed text and return ""."""
+        """Read a function's name; if there is none, yield the consumed text and return ""."""
         form, read = self._form, tag
         if tag == form.open:
             read += yield from source.match(SPACE)
@@ -122,13 +126,13 @@ class _Reader:
         return name
 
     def _goes_on(self, source: Source) -> Steps[bool]:
-        """Return whether an argument, or the end of the call, comes next."""
+        """Return whether an argument or the end of the call comes next."""
         if (yield from source.comes(self._form.key)):
             return True
         return (yield from source.comes(self._form.close))
 
     def _arguments(self, source: Source, types: ArgumentTypes) -> Steps[str]:
-        """Read arguments as a JSON object; return the mark after them."""
+        """Read arguments and yield them as a JSON object; return the mark behind the arguments."""
         form, sign = self._form, "{"
         while (ended := (yield from source.until(self._ends, _nothing))) == form.key:
             name = (yield from source.match(_NAME)).strip()
@@ -154,11 +158,11 @@ class _Reader:
 
 
 def _nothing(text: str) -> None:
-    """Drop text between arguments."""
+    """Drop the text between arguments, by returning no part for it."""
 
 
 class _Value:
-    """Convert one argument to JSON; strings are streamed."""
+    """Converts the text of one argument to JSON; a string is passed on while it arrives."""
 
     def __init__(self, types: ArgumentTypes, name: str) -> None:
         self._types = types
@@ -168,12 +172,12 @@ class _Value:
         self._is_text = False
 
     def push(self, text: str) -> Part | None:
-        """Add a piece of the argument's text; return the JSON that is certain so far, or None."""
+        """Add a piece of the argument's text; return the JSON that is certain by now, or None."""
         if self._is_text:
             return CallArguments(_escaped(text))
         self._held.append(text)
         self._num_held += len(text)
-        # If the first characters do not show that the value is a string, later ones will not,
+        # If the first characters do not show that the value is a string, later characters will not,
         # either.
         if self._num_held - len(text) > _DECIDED_CHARS:
             return None
@@ -184,7 +188,7 @@ class _Value:
         return CallArguments('"' + _escaped(begun))
 
     def rest(self) -> str:
-        """Return the rest of the argument's JSON."""
+        """Return the rest of the JSON when the argument's text is complete."""
         if self._is_text:
             return '"'
         return self._types.json_of(self._name, "".join(self._held))

@@ -1,4 +1,4 @@
-"""Parse reasoning between marks at an output's start, such as Qwen3's and DeepSeek-R1's."""
+"""Reads reasoning between marks at an output's start, such as Qwen3's and DeepSeek-R1's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, slots=True)
 class ThinkForm:
-    """Reasoning between marks, at the start of an output or already begun in the prompt."""
+    """Reasoning between marks at the start of an output; the prompt may have begun it already."""
 
     marks: ThoughtMarks
 
@@ -51,7 +51,7 @@ class ThinkForm:
 
 
 def _reasoning(source: Source, close: str) -> Steps[None]:
-    """Read reasoning up to the closing mark, without newlines before the mark."""
+    """Read reasoning up to the closing mark; leave out newlines before the mark."""
     newlines = ""
 
     def take(text: str) -> Part | None:
@@ -65,7 +65,7 @@ def _reasoning(source: Source, close: str) -> Steps[None]:
 
 
 class ThinkFirst:
-    """Lets one parser find the reasoning, and another parser divide the rest."""
+    """Lets one parser find the reasoning, and another parser divide the rest of the output."""
 
     def __init__(self, reasoning: OutputParser, rest: OutputParser) -> None:
         self._reasoning = reasoning

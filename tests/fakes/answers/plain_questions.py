@@ -84,7 +84,11 @@ def demo_questions() -> tuple[Question, ...]:
         {"role": "assistant", "content": "The capital of France is Paris."},
     )
     return (
-        Question("Who are you?", ("smollm", "assistant", "ai ", "here to help"), before=()),
+        Question(
+            "Who are you?",
+            ("smollm", "assistant", "ai ", "language model", "here to help"),
+            before=(),
+        ),
         Question(
             "What is it famous for? Answer in one sentence.", ("paris", "eiffel", "art"), turn
         ),
