@@ -23,7 +23,7 @@ from baton.api.outputs import RequestDelta
 from engine.core.drafts import ALL, DraftPolicy, Drafts
 from engine.core.grammars.grammar import GrammarState, MaskMaker
 from engine.core.grammars.grammar_steps import GrammarSteps
-from engine.core.images.image_steps import ImageSteps
+from engine.core.images.image_steps import NO_IMAGES, ImageLimits, ImageSteps
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import (
@@ -60,11 +60,8 @@ class Scheduler:
         by_priority: whether requests run in order of priority; otherwise in order of arrival.
         drafting: decides how many drafts pay off; None: there are no drafts.
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
-        encoder_cache_tokens: maximum tokens of all image encodings that the workers cache.
-        max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
+        images: limits of the images in a step.
         num_stages: number of pipeline stages; see `StepsInFlight`.
-        keeps_images_whole: whether one step must compute all tokens of an image, because they
-            attend to each other in both directions.
 
     Attributes:
         in_flight: the launched steps that have not ended.
@@ -90,10 +87,8 @@ class Scheduler:
         by_priority: bool = False,
         drafting: DraftPolicy | None = None,
         masks: MaskMaker | None = None,
-        encoder_cache_tokens: int = 0,
-        max_num_encoder_input_tokens: int = 0,
+        images: ImageLimits = NO_IMAGES,
         num_stages: int = 1,
-        keeps_images_whole: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.in_flight = StepsInFlight(num_stages)
@@ -121,12 +116,7 @@ class Scheduler:
             policy=drafting,
         )
         self.grammars = GrammarSteps(masks)
-        self.images = ImageSteps(
-            encoder_cache_tokens,
-            max_num_encoder_input_tokens,
-            self.counters,
-            keeps_whole=keeps_images_whole,
-        )
+        self.images = ImageSteps(images, self.counters)
         self._num_adapted = 0  # open requests with an adapter
 
     # ------------------------------------------------------------------ requests come
