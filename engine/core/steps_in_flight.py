@@ -79,7 +79,7 @@ class StepsInFlight:
         assert self._num_steps < max(self.num_stages, 2)
         self._num_steps += 1
         for item in scheduled.scheduled:
-            item.request.add_in_flight(item.num_scheduled_tokens)
+            add_in_flight(item.request, item.num_scheduled_tokens)
 
     def end_step(self, scheduled: SchedulerOutput) -> None:
         """Stop counting the oldest step's tokens as in flight, if a step is in flight."""
@@ -89,6 +89,13 @@ class StepsInFlight:
         for item in scheduled.scheduled:
             item.request.num_tokens_pending -= item.samples
             item.request.num_tokens_in_flight -= item.num_scheduled_tokens
+
+
+def add_in_flight(request: Request, num_tokens: int) -> None:
+    """Count ``num_tokens`` tokens as in flight, as a step that computes them was submitted."""
+    request.num_tokens_in_flight += num_tokens
+    end = request.num_computed_tokens + request.num_tokens_in_flight
+    request.num_tokens_pending += end >= request.num_tokens + request.num_tokens_pending
 
 
 def is_decoding(request: Request) -> bool:
