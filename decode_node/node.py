@@ -83,7 +83,7 @@ class DecodeNode:
         self._clock = clock
         self._traces = traces or DecodeTraces(None, clock)
         self._options = options
-        self._inbox = inbox or Inbox(DecodeCommand, engine, clock)
+        self._inbox = Inbox(DecodeCommand, engine, clock) if inbox is None else inbox
         self._outbox = Outbox(emit)
         self._jobs: dict[str, _Job] = {}
         self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes

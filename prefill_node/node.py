@@ -69,7 +69,7 @@ class PrefillNode:
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
-        self._inbox = inbox or Inbox(PrefillCommand, engine, clock)
+        self._inbox = Inbox(PrefillCommand, engine, clock) if inbox is None else inbox
         self._outbox = Outbox(emit)
 
     def submit(self, command: RouterCommand | AbortAll) -> None:

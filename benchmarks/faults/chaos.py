@@ -226,6 +226,19 @@ async def take_files_away(site: Site) -> None:
             await asyncio.sleep(0.2)
 
 
+async def check_served(site: Site) -> None:
+    """Ask once for each model name; raise BatonError if a name gets no whole answer.
+
+    Otherwise, drills could pass on a site that refuses every request for an adapter.
+    """
+    firsts = {case.model: case for case in reversed(site.cases)}
+    async with AsyncClient(site.address) as client:
+        for name, case in firsts.items():
+            answer = await ask(client, case, site.draw, leaving=0.0)
+            if answer.outcome != "complete":
+                raise BatonError(f"{name or 'the base model'}: {answer.outcome}: {answer.detail}")
+
+
 def _log_size(site: Site, name: str) -> int:
     return site.deployment.child(name).log.stat().st_size
 
@@ -403,6 +416,7 @@ async def run_all(
             asked = [case for case in cases if not (of_ranks and case.model)]
             site = Site(deployment, asked, seed + len(results), adapters)
             await site.wait_ready()
+            await check_served(site)
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
