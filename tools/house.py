@@ -309,9 +309,9 @@ def findings(root: Path) -> Iterator[str]:
 
 
 def _rows(written: str) -> dict[str, tuple[str, int, int]]:
-    """Read the rows of a generated part: by name, its sentence, files and lines.
+    """Read the rows of a generated part: name -> (sentence, number of files, number of lines).
 
-    The lines of a list are names without any of these.
+    If the part is a list and not a table, each of its lines is a name without sentence and numbers.
     """
     rows = {
         name: (sentence, int(files), int(lines.replace(",", "")))

@@ -45,7 +45,7 @@ class BeamCall:
 
     def _beam(self, output: Completion) -> BeamCompletion:
         logprob = 0.0
-        for token in output.logprobs:  # in the order of `BeamSearch`, for an equal sum
+        for token in output.logprobs:  # added in `BeamSearch`'s order, so sums are equal
             logprob += token.logprob
         return BeamCompletion(
             text=output.text,

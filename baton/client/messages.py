@@ -135,7 +135,7 @@ class Progress:
         return delta
 
     def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
-        """Return the pause before the next call in seconds if the connection broke; else raise."""
+        """Return the seconds to pause before the next call; raise ``problem`` if there is none."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
             raise problem from None

@@ -49,7 +49,7 @@ class RouterLinks:
         registration: this node's registration.
         submit: receives commands for the node's loop; returns at once.
         drain: the node's serving state.
-        on_joined: called with whether the node is linked to any router.
+        on_joined: called with True if the node is linked to at least one router, else with False.
         on_stop: called when a router orders the process to end after draining.
         join_timeout_s: how long to try to reach a first router.
         node_token: authorizes this node to join.

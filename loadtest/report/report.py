@@ -97,7 +97,7 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
-    """Return a line about percentiles that are just the slowest of too few values, or empty."""
+    """Return a line that tells which percentiles equal the slowest value; empty if none does."""
     ttft = latencies.get("ttft_s")
     if ttft is None or ttft.count >= 1000:
         return ""

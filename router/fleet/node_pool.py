@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 # Maximum number of characters kept of a problem that a node reports about a peer
 MAX_KEPT_CHARS = 1024
 # Nodes hang up on a router that is silent for about a second. If this router was busy for longer
-# than `HELD_UP_S`, it does not take nodes that hang up within the next `HELD_UP_FOR_S` for lost.
+# than `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
@@ -137,8 +137,8 @@ class NodePool:
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
         # Fleet for pooled prompts; None: make it when it is read next
         self._prompt_fleet: Fleet | None = None
-        # When the last missing node left, of the roles that have no usable node; None: find out at
-        # the next read.
+        # When the last missing node left; only roles without a usable node count. None: find out
+        # at the next read.
         self._missing_since: float | None = None
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
@@ -352,7 +352,7 @@ class NodePool:
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            # If the router was held up, the node hung up for this reason and lives
+            # If the router was held up, the node hung up for this reason, and is not lost
             if not self._is_held_up:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
