@@ -258,7 +258,7 @@ class Engine:
     def _launch(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> None:
         self.last_scheduled = scheduled
         plan, hooks = self._scheduler.plan(scheduled, after_layer)
-        self._scheduler.begin_step(scheduled)
+        self._scheduler.in_flight.begin_step(scheduled)
         self._in_flight.append((scheduled, self.executor.submit(plan, hooks)))
 
     def _end_oldest(self) -> StepResult:

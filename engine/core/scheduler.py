@@ -332,15 +332,11 @@ class Scheduler:
     ) -> tuple[StepPlan, StepHooks]:
         """Return the plan of a step for the workers, and the hooks of this step.
 
-        Call right before `begin_step`.
+        Call right before `StepsInFlight.begin_step`.
         """
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
         plan = self.images.add_to(plan, scheduled.scheduled)
         return plan, self.grammars.hooks(plan, scheduled.scheduled, after_layer)
-
-    def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Count a step's tokens as in flight until `update`; the step is about to be launched."""
-        self.in_flight.begin_step(scheduled)
 
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
         """Write the result of the oldest step into its requests; end the requests that are done."""

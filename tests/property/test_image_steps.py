@@ -184,7 +184,7 @@ class ImagesMachine(RuleBasedStateMachine):
         failed = self.work(scheduled, plan.images or StepImages())
         output = self.sample(scheduled) if self.runs_ahead else self.runner.execute(scheduled)
         output = dataclasses.replace(output, failed_images=failed)
-        self.scheduler.begin_step(scheduled)
+        self.scheduler.in_flight.begin_step(scheduled)
         self.in_flight.append(Flight(scheduled, output))
         if len(self.in_flight) > 1 or not self.runs_ahead:
             self.end_step()

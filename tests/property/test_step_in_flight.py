@@ -85,7 +85,7 @@ class InFlightMachine(SchedulerMachine):
             for item in step.scheduled
         ]
         output = self.run(next_token, SchedulerOutput(tuple(seen), step.num_scheduled_tokens))
-        self.scheduler.begin_step(step)
+        self.scheduler.in_flight.begin_step(step)
         self.in_flight.append(Flight(step, output, seen))
 
     def view(self, request: Request) -> View:

@@ -30,7 +30,7 @@ class Pipeline:
         scheduled = self.scheduler.schedule()
         self.scheduler.check()
         if scheduled.scheduled:
-            self.scheduler.begin_step(scheduled)
+            self.scheduler.in_flight.begin_step(scheduled)
             self._in_flight.append(scheduled)
         if self._in_flight and (
             not scheduled.scheduled or len(self._in_flight) == self._num_stages
