@@ -214,7 +214,7 @@ class Engine:
         started = time.monotonic()
         if not self.executor.runs_ahead:
             result = self._compute(scheduled, after_layer)
-        elif self._scheduler.num_stages > 1:
+        elif self._scheduler.in_flight.num_stages > 1:
             result = self._fill_stages(scheduled, after_layer)
         else:
             result = self._begin(scheduled, after_layer)
@@ -251,14 +251,14 @@ class Engine:
         """Launch a step; wait for the oldest one if all stages are busy or nothing was launched."""
         if scheduled.scheduled:
             self._launch(scheduled, after_layer)
-            if len(self._in_flight) < self._scheduler.num_stages:
+            if len(self._in_flight) < self._scheduler.in_flight.num_stages:
                 return StepResult()
         return self._end_oldest() if self._in_flight else StepResult()
 
     def _launch(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> None:
         self.last_scheduled = scheduled
         plan, hooks = self._scheduler.plan(scheduled, after_layer)
-        self._scheduler.begin_step(scheduled)
+        self._scheduler.in_flight.begin_step(scheduled)
         self._in_flight.append((scheduled, self.executor.submit(plan, hooks)))
 
     def _end_oldest(self) -> StepResult:

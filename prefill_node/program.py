@@ -20,6 +20,7 @@ from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 from node_runtime.node_transport import open_encodings_transport
 from prefill_node.arrivals import Arrivals
+from prefill_node.jobs import Jobs
 from prefill_node.node import PrefillNode
 from prefill_node.options import PrefillOptions
 from prefill_node.spans import PrefillTraces
@@ -46,9 +47,8 @@ def make_program(
             sender,
             parts.emit,
             options.push,
-            traces=PrefillTraces(parts.spans, time.monotonic),
             inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
-            arrivals=arrivals,
+            jobs=Jobs(time.monotonic, PrefillTraces(parts.spans, time.monotonic), arrivals),
         )
         return node, sender, receiver
 

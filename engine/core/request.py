@@ -18,7 +18,7 @@ from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash, extra_keys_of
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.images.prompt_images import PromptImages
 
 
@@ -248,12 +248,6 @@ class Request:
         """Return whether the client asked for prompt logprobs and no output had them yet."""
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
-
-    def add_in_flight(self, num_tokens: int) -> None:
-        """Count ``num_tokens`` tokens as in flight, as a step that computes them was submitted."""
-        self.num_tokens_in_flight += num_tokens
-        end = self.num_computed_tokens + self.num_tokens_in_flight
-        self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
 
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Store a chunk's prompt logprobs; replace those that were computed before a preemption."""

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 
 NUM_THREADS = 2
 # Maximum number of seconds per step that the engine's thread waits for the masks of the previous
@@ -30,7 +30,7 @@ AT_ONCE_S = 0.002
 class MaskThreads:
     """A pool of threads that compute masks; starts with the first mask, or with `start`.
 
-    Only the engine's thread calls these methods; see `engine.core.grammar.MaskMaker`.
+    Only the engine's thread calls these methods; see `engine.core.grammars.grammar.MaskMaker`.
     """
 
     def __init__(self) -> None:

@@ -191,7 +191,7 @@ class Worker:
         return make_captured_runner(
             *(loaded, memory.tensor, self.max_model_len),
             # With several stages, plans contain all token ids, so none are sent
-            # (`engine/core/scheduler.py`).
+            # (`engine/core/steps_in_flight.py`).
             sends_tokens=self.runs_ahead and self._ranks.num_stages == 1,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects

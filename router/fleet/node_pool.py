@@ -40,7 +40,8 @@ from baton.link.words import (
     protocol_problem,
 )
 from router.fleet.adapter_places import AdapterPlaces
-from router.fleet.encode_places import EncodePlaces, EncodePlan
+from router.fleet.encodings.encode_places import EncodePlaces
+from router.fleet.encodings.encode_work import EncodeWork
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet, make_prompt_fleet
 from router.fleet.health import NodeHealth
@@ -188,28 +189,34 @@ class NodePool:
         return min(fleet.max_model_len, limit) if fleet else self.max_model_len
 
     def plan_encodings(
-        self, images: Sequence[PromptImage], prefill: Node, num_cached_tokens: int, epoch: int
-    ) -> EncodePlan | None:
-        """Choose which encode nodes encode the images of an attempt.
-
-        Returns None if no encode node can be used, so that the prefill node encodes.
+        self,
+        request_id: str,
+        epoch: int,
+        images: Sequence[PromptImage],
+        prefill: Node | None,
+        num_cached_tokens: int,
+    ) -> EncodeWork:
+        """Choose which encode nodes encode the images of an attempt, and count this work.
 
         Args:
+            request_id: the call's id on nodes.
+            epoch: number of the attempt.
+            prefill: the attempt's prefill node; None: the decode node encodes all images.
             num_cached_tokens: number of prompt tokens that the prefill node probably has in its
                 cache.
-            epoch: number of the attempt.
         """
-        if not images or not prefill.registration.encodings_peer_info:
-            return None
-        reached = self._reach.bandwidths
-        nodes = [
-            node
-            for node in self._of(NodeRole.ENCODE)
-            if prefill.engine_id in reached.get(node.engine_id, {})
-            and not node.is_silent
-            and self.is_eligible(node)
-        ]
-        return self.encode_places.plan(images, prefill, nodes, num_cached_tokens, epoch)
+        plan = None
+        if images and prefill is not None and prefill.registration.encodings_peer_info:
+            reached = self._reach.bandwidths
+            nodes = [
+                node
+                for node in self._of(NodeRole.ENCODE)
+                if prefill.engine_id in reached.get(node.engine_id, {})
+                and not node.is_silent
+                and self.is_eligible(node)
+            ]
+            plan = self.encode_places.plan(images, prefill, nodes, num_cached_tokens, epoch)
+        return EncodeWork(request_id, images, plan, self.encode_places)
 
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
         """Return the tokens of the longest request that all of these nodes can take."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan
@@ -30,16 +30,33 @@ from engine.core.request import Request
 from engine.core.step_plan import StepPlan
 
 
-class ImageSteps:
-    """Chooses the images that each step encodes.
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The limits of the images in one engine's steps.
 
-    Args:
+    Attributes:
         cache_tokens: maximum number of tokens of all encodings that the workers keep; 0: the model
             takes no images.
         max_encoder_tokens: maximum number of tokens of the images that one step encodes. One image
             may have more.
+        keeps_whole: whether no chunk may end within an image, because the image's tokens attend to
+            each other in both directions.
+    """
+
+    cache_tokens: int = 0
+    max_encoder_tokens: int = 0
+    keeps_whole: bool = False
+
+
+NO_IMAGES = ImageLimits()
+
+
+class ImageSteps:
+    """Chooses the images that each step encodes.
+
+    Args:
+        limits: the limits of a step.
         counters: counts encoded images and hits of the encoder cache.
-        keeps_whole: whether no chunk may end within an image.
 
     Attributes:
         cache: the workers' encodings.
@@ -47,19 +64,12 @@ class ImageSteps:
             empties it.
     """
 
-    def __init__(
-        self,
-        cache_tokens: int,
-        max_encoder_tokens: int,
-        counters: EngineCounters,
-        *,
-        keeps_whole: bool = False,
-    ) -> None:
-        self.cache = EncoderCache(cache_tokens)
+    def __init__(self, limits: ImageLimits, counters: EngineCounters) -> None:
+        self.cache = EncoderCache(limits.cache_tokens)
         self.wanted: list[PromptImages] = []
-        self._max_encoder_tokens, self._counters = max_encoder_tokens, counters
-        self._keeps_whole = keeps_whole
-        self._num_tokens_left = max_encoder_tokens
+        self._max_encoder_tokens, self._counters = limits.max_encoder_tokens, counters
+        self._keeps_whole = limits.keeps_whole
+        self._num_tokens_left = limits.max_encoder_tokens
         self._encodes_any = False
         self._num_open = 0  # number of open requests with images
         # Encodings that the next step releases: (digest of the image, holder).
