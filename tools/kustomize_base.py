@@ -1,4 +1,4 @@
-"""Write the folders of deploy/kustomize: the Helm chart's manifests, with and without encode nodes.
+"""Writes the folders of deploy/kustomize: manifests of the chart, with and without encode nodes.
 
 python -m tools.kustomize_base
 """
@@ -23,7 +23,7 @@ resources:
 
 
 def main() -> None:
-    """Write the chart's output, and a kustomization that uses it, for each folder."""
+    """Write the chart's output, and the kustomization.yaml that lists it, for each folder."""
     chart = str(ROOT / "deploy/helm/baton")
     for name, values in BASES.items():
         given = json.dumps(values)

@@ -1,4 +1,4 @@
-"""Reports of a comparison: a table of 80 columns, the verdict in words, JSON."""
+"""Reports of a comparison: a table of 80 columns, the verdict in words, and JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
-    """Print the means over all repeats with their 95 % intervals."""
+    """Print a table of the deployments' means over all repeats, with 95 % intervals."""
     table = empty_table("mean, 95 % interval")
     for title, _, _ in _COLUMNS.values():
         table.add_column(title, justify="right")
@@ -84,7 +84,7 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
 
 
 def _interval(metric: str, values: Sequence[float]) -> Interval | None:
-    """Return the confidence interval of a metric's mean; a share's interval ends at 1 at most."""
+    """Return the mean of a metric and its interval; a share's interval ends at 1 at most."""
     most = 1.0 if metric == "attainment" else math.inf
     return mean_interval(values, most=most) if values else None
 
@@ -128,7 +128,7 @@ def encode_verdict_lines(verdict: EncodeVerdict | None) -> list[str]:
 
 
 def verdict_lines(verdict: Verdict | None) -> list[str]:
-    """Format whether to disaggregate and how, then the effects on latencies."""
+    """Return lines that say whether to disaggregate, how, and what this does to latencies."""
     if verdict is None:
         return [_NO_VERDICT]
     split, colocated = verdict.split, verdict.colocated
@@ -168,7 +168,7 @@ def _signed(found: Interval, scale: float = 1.0) -> str:
 def comparison_to_json(
     comparison: Comparison, trials: Sequence[Trial], target_options: Document
 ) -> Document:
-    """Convert all runs, the values compared, and the verdict."""
+    """Convert a comparison to JSON: all runs, the compared values, and the verdict."""
     values = values_of(comparison.deployments, trials)
     has_colocated = any(one.is_colocated for one in comparison.deployments)
     verdict = judge_comparison(comparison.deployments, values) if has_colocated else None
