@@ -6,6 +6,7 @@ adapters. An operator also loads a third adapter, which needs the slot of one of
 drill, every request must have ended, no token may be wrong, every block of every node must be free,
 and only killed processes may have ended. Drills kill processes at arrows of the diagram in
 docs/protocol/README.md, which numbers the arrows.
+Drills of encode nodes have a model and a load with images (`chaos_images.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ from baton import AsyncClient
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
+from benchmarks.faults.chaos_images import (
+    ENCODING_ARROWS,
+    count_encodings,
+    image_config,
+    make_image_cases,
+    vision_checkpoint,
+)
 from benchmarks.faults.chaos_load import (
     BROKEN,
     CHUNK_TOKENS,
@@ -89,6 +97,7 @@ class Result:
     name: str
     counts: dict[str, int] = field(default_factory=dict)
     retried: int = 0
+    encodings: dict[str, int] = field(default_factory=dict)
     drafts: int = 0
     accepted_drafts: int = 0
     detection_s: float | None = None
@@ -107,6 +116,7 @@ class Drill:
     Attributes:
         num_leavers: number of lanes in which every client leaves early (`Load`).
         of_ranks: whether each node has two ranks.
+        with_images: whether there is an encode node, and requests have images.
     """
 
     name: str
@@ -115,6 +125,12 @@ class Drill:
     num_leavers: int = 0
     in_short: bool = False
     of_ranks: bool = False
+    with_images: bool = False
+
+    @property
+    def site_kind(self) -> tuple[bool, bool]:
+        """The kind of deployment that the drill needs."""
+        return self.of_ranks, self.with_images
 
 
 # ---------------------------------------------------------------------- what happens
@@ -298,17 +314,37 @@ def drills() -> list[Drill]:
         for number, verb in ((signal.SIGKILL, "kill -9"), (signal.SIGSTOP, "SIGSTOP"))
         for which in (0, 1)
     ]
+    found += [
+        Drill("kill -9 of the encode node", partial(kill_one, name="e0"), with_images=True),
+        Drill(
+            "kill -9 of the encode node, restart",
+            partial(kill_and_restart, name="e0"),
+            with_images=True,
+        ),
+        Drill(
+            f"SIGSTOP of the encode node, {STOP_S:g} s",
+            partial(stop_one, name="e0"),
+            with_images=True,
+        ),
+        Drill(
+            "kill -9 of a prefill node beside an encode node",
+            partial(kill_and_restart, name="p0"),
+            with_images=True,
+        ),
+    ]
     if can_inject_faults():
-        for arrow, points in ARROWS.items():
-            for name, point in points:
-                found.append(
-                    Drill(
-                        f"arrow {arrow}: {name} dies at {point}",
-                        partial(wait_for_death, name=name, point=point),
-                        prepare=partial(arm, name=name, point=point),
-                        num_leavers=4 if arrow in (9, 10) else 0,
+        for arrows, what in ((ARROWS, "arrow"), (ENCODING_ARROWS, "encoding's arrow")):
+            for arrow, points in arrows.items():
+                for name, point in points:
+                    found.append(
+                        Drill(
+                            f"{what} {arrow}: {name} dies at {point}",
+                            partial(wait_for_death, name=name, point=point),
+                            prepare=partial(arm, name=name, point=point),
+                            num_leavers=4 if arrow in (9, 10) else 0,
+                            with_images=arrows is ENCODING_ARROWS,
+                        )
                     )
-                )
     return found
 
 
@@ -352,6 +388,10 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
     result.drafts = sum(decode.num_drafts for decode in decodes)
     result.accepted_drafts = sum(decode.num_accepted_drafts for decode in decodes)
+    if drill.with_images:
+        result.encodings = count_encodings(load.answers)
+        if not result.encodings["received"]:
+            result.broken.append("no encoding was received")
     result.detection_s = site.detection_s
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
@@ -386,17 +426,21 @@ async def run_all(
     kv_connector: str,
     method: str = "none",
     adapters: Mapping[str, Path] = NO_ADAPTERS,
+    vision: tuple[Path, list[Case]] | None = None,
 ) -> list[Result]:
     """Run each drill on a site with all nodes; replace a site that cannot be repaired.
 
     Nodes of several ranks have no adapters, so the load on them asks only the base model.
+
+    Args:
+        vision: model and cases of the drills with images.
     """
     draft_args = drafting_args(method)
     results: list[Result] = []
     root = ["--adapter-root", str(next(iter(adapters.values())).parent)] if adapters else []
     names = [f"{name}={folder.name}" for name, folder in adapters.items() if name != SPARE]
     while len(results) < len(chosen):
-        of_ranks = chosen[len(results)].of_ranks
+        kind = of_ranks, with_images = chosen[len(results)].site_kind
         named = [] if of_ranks else [word for name in names for word in ("--adapter", name)]
         config = LocalDeploymentConfig(
             model=str(DEMO_MODEL),
@@ -412,20 +456,23 @@ async def run_all(
             ],
             decode_args=["--no-adaptive-speculation"] if draft_args else [],
         )
+        asked = [case for case in cases if not (of_ranks and case.model)]
+        if with_images:
+            assert vision is not None
+            config, asked = image_config(vision[0], kv_connector), vision[1]
         with LocalDeployment(config) as deployment:
-            asked = [case for case in cases if not (of_ranks and case.model)]
             site = Site(deployment, asked, seed + len(results), adapters)
             await site.wait_ready()
             await check_served(site)
-            while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
+            while len(results) < len(chosen) and chosen[len(results)].site_kind == kind:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
-                if draft_args and not result.accepted_drafts:
+                if draft_args and not with_images and not result.accepted_drafts:
                     result.broken.append(f"{result.drafts} drafts, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
                 console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
-                if len(results) == len(chosen) or chosen[len(results)].of_ranks is not of_ranks:
+                if len(results) == len(chosen) or chosen[len(results)].site_kind != kind:
                     break
                 try:
                     await site.repair()
@@ -477,8 +524,14 @@ def run(
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         adapters = write_adapters(Path(folder))
         asked = {name: one for name, one in adapters.items() if name != SPARE}
-        cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed, asked)
-        given = (concurrency, seed, run.console, kv_connector, method, adapters)
+        cases = list[Case]()
+        if not all(drill.with_images for drill in chosen):
+            cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed, asked)
+        vision = None
+        if any(drill.with_images for drill in chosen):
+            model, marker = vision_checkpoint(Path(folder) / "vision")
+            vision = model, make_image_cases(str(model), marker, 24, seed)
+        given = (concurrency, seed, run.console, kv_connector, method, adapters, vision)
         results = asyncio.run(run_all(chosen, cases, *given))
     run.problems += [f"{r.name}: {'; '.join(r.broken)}" for r in results if r.broken]
     drills_by_name = {r.name: asdict(r) for r in results}

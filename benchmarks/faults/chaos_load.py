@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
+import struct
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +27,12 @@ HUNG_S = 30.0
 RETRY_PAUSE_S = 0.1  # pause of a client between UNAVAILABLE and its next request
 LEAVER_TOKENS = 700  # prompt length of clients that leave during the hand-off
 VOCABULARY = 4000
+Asked = list[int] | dict[str, Any]  # a prompt; see `baton.Client`
 # Most prompts have several chunks, so that their KV is sent in several parts.
 CHUNK_TOKENS = 64
 NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
+_END_BYTES = 12  # the last chunk of a PNG file
+_file_numbers = itertools.count()
 # Outcomes that must not occur, whatever the fault.
 BROKEN = ("hung", "lost", "wrong")
 
@@ -75,8 +81,7 @@ class Load:
     async def _leaver_lane(self, client: AsyncClient, lane: int) -> None:
         draw = random.Random(f"{self.seed}-leaver-{lane}")
         while not self._stopping:
-            # The prompt is new, so that all of its KV is sent.
-            prompt = [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
+            prompt = self._leaver_prompt(draw)
             # Leave between the first chunk and the end of the hand-off, on slow and on fast
             # machines.
             patience_s = PATIENCE_S * 10 ** draw.uniform(-1, 1)
@@ -86,6 +91,13 @@ class Load:
             if answer.outcome not in ("left", "hung"):  # an error, which the other lanes count
                 await asyncio.sleep(RETRY_PAUSE_S)
             self.answers.append(replace(answer, outcome="left"))
+
+    def _leaver_prompt(self, draw: random.Random) -> Asked:
+        """Return a new prompt, so that all of its KV, or of its encodings, is sent."""
+        shown = [case for case in self.cases if case.images]
+        if shown:
+            return prompt_of(draw.choice(shown))
+        return [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
 
     def counts(self) -> Counter[str]:
         return Counter(answer.outcome for answer in self.answers)
@@ -98,10 +110,26 @@ async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: flo
         leave_after = draw.randrange(len(case.expected))
         if draw.random() < 0.5:  # leave at a random time, mostly before token 1
             patience_s = draw.uniform(0.0, PATIENCE_S)
-    stream = client.stream(case.prompt, case.params, model=case.model)
+    stream = client.stream(prompt_of(case), case.params, model=case.model)
     answer = await follow(stream, case, patience_s=patience_s, leave_after=leave_after)
     gave_up = answer.outcome == "hung" and patience_s < HUNG_S
     return replace(answer, outcome="left") if gave_up else answer
+
+
+def prompt_of(case: Case) -> Asked:
+    """Return a case's prompt; its image files are new ones with the same pixels."""
+    if not case.images:
+        return case.prompt
+    return {"prompt": case.prompt, "images": [with_comment(image) for image in case.images]}
+
+
+def with_comment(png: bytes) -> bytes:
+    """Return a PNG image in a file that no other call returns, so that no cache has it."""
+    comment = f"Comment\0{next(_file_numbers)}".encode()
+    chunk = b"tEXt" + comment
+    own = struct.pack(">I", len(comment)) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    end = len(png) - _END_BYTES
+    return png[:end] + own + png[end:]
 
 
 @contextlib.asynccontextmanager
@@ -117,7 +145,7 @@ async def under_load(load: Load) -> AsyncIterator[None]:
 
 def certain_answers(
     model: str,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Asked],
     params: Sequence[SamplingParams],
     names: Sequence[str] = (),
     **options: Any,
@@ -132,10 +160,11 @@ def certain_answers(
     """
     llm = LLM(model, dtype="float32", device="cpu", kv_cache_bytes=2**28, **options)
     names = names or [""] * len(prompts)
-    together = [one.token_ids for one in llm.generate(list(prompts), params, adapter=names)]
+    asked: list[Any] = list(prompts)
+    together = [one.token_ids for one in llm.generate(asked, params, adapter=names)]
     alone = [
         llm.generate([prompt], one, adapter=name)[0].token_ids
-        for prompt, one, name in zip(prompts, params, names, strict=True)
+        for prompt, one, name in zip(asked, params, names, strict=True)
     ]
     return [a if a == b else None for a, b in zip(together, alone, strict=True)]
 

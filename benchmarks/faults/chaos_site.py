@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -146,7 +148,12 @@ async def wait_until_free(site: Site) -> tuple[float | None, str]:
     begin = time.monotonic()
     while True:
         alive = {c.name for c in site.deployment.children if c.process.poll() is None}
+        if site.deployment.config.num_encode:  # encode nodes keep encodings
+            with contextlib.suppress(BatonError):  # a dead node may still be listed
+                await asyncio.to_thread(flush_caches, site.address)
         held = await asyncio.to_thread(held_blocks, site.address, alive - {"router"})
+        encodings = await asyncio.to_thread(open_encodings, site.deployment)
+        held = "; ".join(filter(None, (held, encodings)))
         if not held:
             return time.monotonic() - begin, ""
         if time.monotonic() > begin + FREE_TIMEOUT_S:
@@ -172,6 +179,25 @@ def held_blocks(router: str, alive: set[str]) -> str:
                 f"({answer.num_quarantined_blocks} in quarantine), "
                 f"{len(answer.requests)} requests {' '.join(sorted(states))}".strip()
             )
+    return "; ".join(found)
+
+
+def open_encodings(deployment: LocalDeployment) -> str:
+    """List prefill nodes that await or quarantine encodings, by their metrics; empty: none does."""
+    found = []
+    for child in deployment.children:
+        pages = re.findall(r"metrics at (http://\S+)", child.log.read_text(errors="replace"))
+        if not pages or child.process.poll() is not None:
+            continue
+        try:
+            with urllib.request.urlopen(pages[-1], timeout=2) as page:
+                text = page.read().decode()
+        except OSError as error:
+            found.append(f"{child.name}'s metrics do not answer: {error}")
+            continue
+        held = re.search(r"^baton_encodings_open\{[^}]*\} (\S+)$", text, re.MULTILINE)
+        if held is not None and float(held[1]):
+            found.append(f"{child.name} {float(held[1]):g} encodings")
     return "; ".join(found)
 
 

@@ -25,12 +25,14 @@ class Case:
 
     Attributes:
         model: the request's model name; empty: the router's first served name.
+        images: image files, one for each of the model's markers in the prompt.
     """
 
     prompt: list[int]
     params: SamplingParams
     expected: tuple[int, ...]
     model: str = ""
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
