@@ -115,8 +115,8 @@ class NodeLoad:
         beat: the node's latest report of its load from all routers.
         num_open_requests: number of requests that this router placed on the node and that have not
             ended.
-        num_open_tokens: of these requests, on a prefill node the prompt tokens that are not
-            computed yet; on a decode node the prompt tokens plus the largest possible outputs.
+        num_open_tokens: tokens of the open requests. On a prefill node: prompt tokens that are not
+            computed yet; on a decode node: prompt tokens plus the largest possible outputs.
         num_uncomputed_requests: number of open requests whose prompt the node must still compute.
         num_placed_tokens: tokens of all requests that this router ever placed on the node, counted
             like ``num_open_tokens``.
@@ -124,8 +124,8 @@ class NodeLoad:
         prefill_queue_s: predicted seconds to compute all open prompts, of all routers.
         prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
             queue included: base + per token * uncomputed tokens. Larger if the weight is below 1.
-        prefill_front_s: mean share of one prompt in ``prefill_queue_s``, for the first prompt, a
-            part of which may be done.
+        prefill_front_s: mean seconds per prompt in ``prefill_queue_s``: the assumed whole time of
+            the first prompt, of which a part may be done. Larger if the weight is below 1.
         prefill_progress_at: when the node last finished a prompt, or when it got its first prompt
             after being idle, by the clock.
         prefill_asked_at: when the last prompt was placed on the node, or when the node joined.
@@ -506,7 +506,7 @@ def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
 
 
 def _decode_profile(registration: NodeRegistration) -> tuple[Point, ...]:
-    """Return the decode times of a node's profile by step units; empty if a line needs more."""
+    """Return the decode times of a node's profile by step units; empty if too few for a line."""
     seconds_of = {
         float(REQUEST_UNITS * one.num_requests + one.num_context_tokens): one.seconds
         for one in registration.decode_times
