@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from baton.api.outputs import PrefillReceipt
 from baton.link.words import NodeBeat, NodeRegistration, NodeRole
-from router.fleet.load.forecast import ForecastCounts, PrefillForecast
+from router.fleet.load.forecast import PlaceForecasts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
@@ -66,7 +66,7 @@ class SharedRates:
     long_output_tokens: float = 200.0
     residence_s: float = 4.0
     kv_bytes_per_token: float = 0.0
-    forecasts: ForecastCounts = field(default_factory=ForecastCounts)
+    forecasts: PlaceForecasts = field(default_factory=PlaceForecasts)
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +259,8 @@ class NodeLoad:
         if forecast is not None:
             forecast.measured_compute_s = compute_s
             forecast.measured_wait_s = max(now - forecast.placed_at - compute_s, 0.0)
-            self.shared.forecasts.note(forecast)
+            forecasts = self.shared.forecasts
+            (forecasts.alone if self._is_decode else forecasts.pair).note(forecast)
 
     def note_computed(self, account: Account) -> None:
         """Take the prompt of an open request off the load, because it is computed."""
