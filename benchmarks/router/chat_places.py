@@ -164,6 +164,7 @@ def turn_of(
         num_output=receipt.num_output_tokens,
         places={
             f"{one.prefill_node or '-'} {one.decode_node}": {
+                "tokens": one.num_computed_tokens,
                 "cost_ms": one.cost,
                 **{term.name: term.value for term in one.terms},
             }

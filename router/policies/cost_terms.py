@@ -166,7 +166,8 @@ class Place:
         decode = self.decode.node.node_name
         assumed = [prefill] if self.prefill and not self.prefill.is_measured else []
         assumed += [] if self.decode.is_measured else [decode]
-        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed))
+        num_missing = (self.prefill or self.decode).num_missing
+        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed), num_missing)
 
 
 # ---------------------------------------------------------------- all nodes, computed fast
