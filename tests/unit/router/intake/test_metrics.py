@@ -125,7 +125,8 @@ def test_forecasts_of_prompts_are_counted_by_how_near_they_were() -> None:
     name = "prefill_forecast_ratio"
     assert found[f'{name}_count{{of="compute",place="alone"}}'] == 2
     assert found[f'{name}_count{{of="compute",place="pair"}}'] == 0
-    assert found[f'{name}_sum{{of="compute",place="alone"}}'] == pytest.approx(0.1 / 0.09 + 0.1 / 0.3)
+    total = found[f'{name}_sum{{of="compute",place="alone"}}']
+    assert total == pytest.approx(0.1 / 0.09 + 0.1 / 0.3)
     assert found[f'{name}_bucket{{le="0.5",of="compute",place="alone"}}'] == 1
     assert found[f'{name}_bucket{{le="0.5",of="first_token",place="alone"}}'] == 1
     assert found[f'{name}_bucket{{le="0.8",of="first_token",place="alone"}}'] == 2
