@@ -252,5 +252,4 @@ def run(run: Run, options: Options) -> Document:
     return {
         "load": asdict(options),
         "results": {shape: summarize(rows, options.turns) for shape, rows in found.items()},
-        "turns": {shape: [asdict(row) for row in rows] for shape, rows in found.items()},
     }
