@@ -46,7 +46,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet, make_prompt_fleet
 from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
-from router.fleet.load.forecast import ForecastCounts
+from router.fleet.load.forecast import PlaceForecasts
 from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
@@ -164,7 +164,7 @@ class NodePool:
         return takes == {node.registration.role for node in nodes}
 
     @property
-    def forecasts(self) -> ForecastCounts:
+    def forecasts(self) -> PlaceForecasts:
         """Counts of how well the times of prompts were forecast, over all nodes."""
         return self._rates.forecasts
 
