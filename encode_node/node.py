@@ -208,7 +208,7 @@ class EncodeNode:
         self._pixels.submit(images)
 
     def _cancel(self, concerns: Callable[[_Job], bool]) -> None:
-        """End all jobs for which ``concerns`` is True; their prefill nodes know of it already."""
+        """End all jobs for which ``concerns`` is True; do not tell prefill nodes, which know."""
         for digest, work in list(self._works.items()):
             work.jobs = [job for job in work.jobs if not concerns(job)]
             if not work.jobs:

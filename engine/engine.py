@@ -200,9 +200,9 @@ class Engine:
         With asynchronous scheduling: launch the step, then wait for the previous step and return
         its result (see ``StepResult.scheduled``). The launched step reads the previous step's
         tokens on the device. A request that the previous step ended is still computed in the
-        launched step, and keeps its blocks until that step has ended. A step is launched only after
-        the previous step has ended if its logits depend on the previous tokens on the host
-        (penalties, grammars), or if it returns logprobs of a prompt of several chunks.
+        launched step, and keeps its blocks until that step has ended. Some steps are launched only
+        after the previous step has ended: steps for which the host needs the previous tokens
+        (penalties, grammars), and steps that return logprobs of a prompt of several chunks.
 
         With pipeline stages: launch the step; return an empty result while fewer steps than stages
         are in flight, else wait for the oldest step and return its result.

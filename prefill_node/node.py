@@ -230,7 +230,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ results
 
     def _note_starts(self, scheduled: SchedulerOutput) -> None:
-        """Record in traces that chunks are scheduled, and when the first chunk of a request was."""
+        """Count the chunks that a step computes, and record when they were scheduled."""
         for item in scheduled.scheduled:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1
@@ -296,7 +296,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether token 1 ends the output, whatever this node's limit of one token."""
+        """Return whether token 1 ends the output, apart from this node's limit of one token."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full

@@ -47,7 +47,10 @@ class NodeClock:
         return self._timers.time()
 
     def call_at(self, when: float, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` at ``when``; its argument is the due time, or `MAX_CATCH_UP_S` ago."""
+        """Call ``callback`` at ``when``, with the time that counts as now.
+
+        This time is ``when``, but at most `MAX_CATCH_UP_S` before the real time.
+        """
 
         def fire() -> None:
             if self._stopped:  # `go_on` will call the callback

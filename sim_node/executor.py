@@ -232,7 +232,7 @@ class SimExecutor:
     ) -> float:
         """Return the seconds of a step with these numbers of prompt tokens, pairs and decodes."""
         if self._role is NodeRole.PREFILL:
-            num_tokens += num_decoding  # of requests that continue earlier outputs
+            num_tokens += num_decoding  # tokens of requests that continue earlier outputs
             return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
         seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
         return seconds + self.timing.compute_s(num_tokens, num_pairs)

@@ -86,7 +86,7 @@ class Ticker:
 
 
 async def serve_nothing(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Make the events and drop them: what the other servers need more is the cost of HTTP."""
+    """Make the events and drop them; the extra time of the other servers is the cost of HTTP."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
 

@@ -319,7 +319,10 @@ def ratios(
 
 
 def large_model(folder: Path) -> Path:
-    """Write the demo model's config and tokenizer with a maximum length for endless streams."""
+    """Write the demo model's config and tokenizer, with an enlarged maximum length.
+
+    The maximum is so large that no stream reaches it during a measurement.
+    """
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))

@@ -309,7 +309,7 @@ class Scheduler:
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
         elif self._room.num_remote:
-            # Keep the step short: a request whose KV arrives meanwhile must wait for its end.
+            # Keep the step short: a request whose KV arrives meanwhile waits for the step's end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
         self._num_decodes_left = ALL if self.num_stages == 1 else self._decodes_per_step()

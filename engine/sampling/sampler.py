@@ -149,7 +149,10 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise of a draw without filters; its token wins unless a filter drops it."""
+    """Draw among the kept tokens, with the noise that a draw from all tokens would have.
+
+    So the token that such a draw gives is also drawn here, unless a filter drops the token.
+    """
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:

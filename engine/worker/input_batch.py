@@ -144,7 +144,7 @@ class InputBatch:
         )
 
     def drafting_step(self, plan: StepPlan) -> DraftingStep:
-        """Copy what the drafter needs of the plan that was just written into the buffers."""
+        """Copy what the drafter needs of a plan; call right after `fill` or `fill_or_stage`."""
         return drafting_step(plan, self._rows, self._block_tables, self._block_size)
 
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:

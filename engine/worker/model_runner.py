@@ -92,7 +92,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive tensors that were sent to this runner, which the next runner would read."""
+        """Receive tensors that were sent to this runner; else the next runner would get them."""
         self._receive_tokens()
 
     @torch.inference_mode()

@@ -89,7 +89,7 @@ class StepExtras:
     # ------------------------------------------------------------------ drafts
 
     def prepare(self, plan: StepPlan, batch: InputBatch) -> None:
-        """Copy what the drafter needs of a plan that was just written into the input batch."""
+        """Copy what the drafter needs of a plan, right after the batch has read the plan."""
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
 
