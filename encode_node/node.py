@@ -83,7 +83,7 @@ class EncodeCounts:
     """Counts of an encode node's work since its start.
 
     Attributes:
-        hits: number of images in commands whose encodings were kept already.
+        hits: number of images that needed no encoding, because an encoding was kept already.
         refused: number of images in commands that were not encoded.
         encoder_s: seconds spent in the encoder.
     """

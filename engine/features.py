@@ -62,8 +62,8 @@ class Features:
         """Load the grammar library's tokenizer and start the processes that decode images.
 
         This takes up to some seconds. Nodes call it before they join a router, because making the
-        tokenizer holds the GIL. If it was not called, the first request with a grammar or an image
-        must wait for it.
+        tokenizer holds the GIL. If no caller did this, the first request with a grammar or an image
+        waits until it is done.
 
         Raises:
             ConfigError: no thread or descriptor is left.

@@ -62,7 +62,7 @@ class PromptWait:
     """The expected encodings of one prompt.
 
     Attributes:
-        left: digests of the images whose encodings are neither received nor lost.
+        left: digests of the images whose encodings the prompt still waits for.
         waited_s: seconds from the prompt's command until ``left`` was empty; 0 before.
     """
 

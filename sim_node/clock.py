@@ -63,7 +63,7 @@ class NodeClock:
         self._timers.call_at(when, fire)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run an action now, or, if the node is paused, when it continues; never after its end."""
+        """Run an action now, or once a paused node continues; drop it if the node has ended."""
         if self._stopped:
             self._backlog.append(action)
         elif not self._ended:

@@ -102,7 +102,7 @@ class SimKVMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A simulated step in flight, whose result is known when it is submitted."""
+    """A simulated step in flight, whose result is known from the start."""
 
     output: ModelRunnerOutput
 
@@ -152,7 +152,7 @@ class SimExecutor:
         self._memory = SimKVMemory(
             options.num_blocks, options.block_size, options.timing.kv_bytes_per_token
         )
-        self.kv_memory = cast("Any", self._memory)  # no code reads its tensor here
+        self.kv_memory = cast("Any", self._memory)  # simulated nodes never read its tensor
         self.now = self.busy_until = 0.0
         self.requests: Mapping[str, Request] = {}
         self.num_tokens = 0

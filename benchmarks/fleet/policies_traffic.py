@@ -146,7 +146,7 @@ def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
 def _generate(
     traffic: Traffic, num_nodes: int, num_sessions: int, rate_per_s: float, seed: int
 ) -> list[TraceRequest]:
-    """Draw the sessions of all workloads, whose block ids differ between workloads."""
+    """Draw the sessions of all workloads; no two workloads share block ids."""
     starts_s = itertools.islice(
         traffic.starts(random.Random(f"starts {seed}"), rate_per_s), num_sessions
     )

@@ -141,7 +141,7 @@ class GrammarState:
         if num_consumed:
             assert self._matcher is not None
             self._matcher.rollback(num_consumed)
-        if num_ahead and self.problem == _STUCK:  # stuck after a draft, which may still be rejected
+        if num_ahead and self.problem == _STUCK:  # a draft is stuck, but may still be rejected
             self.problem = ""
         return num_ahead
 

@@ -62,7 +62,7 @@ class Scheduler:
         encoder_cache_tokens: maximum tokens of all image encodings that the workers cache.
         max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
         num_stages: number of pipeline stages. With several stages, running requests are divided
-            into as many micro-batches, each a step in flight (ADR 0107).
+            into one micro-batch per stage, each computed by a step in flight (ADR 0107).
         keeps_images_whole: whether one step must compute all tokens of an image, because they
             attend to each other in both directions.
 

@@ -474,7 +474,7 @@ class AsyncLLM:
         await self._thread.ask(begin)
 
     def _leave(self, calls: Iterable[_Call]) -> None:
-        """Abort the open requests of calls whose task no longer reads them."""
+        """Abort the open requests of those calls that a task has not read to the end."""
         left = [call for call in calls if not call.is_read]
         if not left:
             return

@@ -632,7 +632,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # a caller submitted the request to the engine itself
+            if answer is None:  # a caller submitted this request directly to the engine
                 continue
             answer.on_delta(output)
             if answer.ended:

@@ -29,9 +29,9 @@ from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_score
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
-# Numbers of largest logits to sort for top-p, tried in this order until their mass suffices: most
-# distributions have nearly all their mass in few tokens, and sorting a whole vocabulary takes many
-# times longer.
+# How many of the largest logits to sort for top-p: first the smaller number, and if their mass is
+# not enough, the larger one. Most distributions have nearly all their mass in few tokens, and
+# sorting a whole vocabulary takes many times longer.
 TOP_VALUES = (128, 2048)
 # If filters keep more than this fraction of the logits, drawing from all logits is faster.
 MANY_KEPT = 1 / 32

@@ -242,7 +242,7 @@ class InputBatch:
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
         row_ends = self._row_ends(images, positions)
-        # This needs positions in sequences, not positions for RoPE.
+        # The groups need positions in sequences, which `_rotary_positions` overwrites later.
         groups = self._groups(columns, token_rows, positions, row_ends)
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),

@@ -139,8 +139,9 @@ class AdapterQueue:
     def take_ready(self) -> Iterator[tuple[float, JobCommand] | Failure]:
         """Load adapters that can be loaded now; yield failures, and commands to start.
 
-        Each command comes with the time of its arrival. The caller must start it before it asks for
-        the next: otherwise, the next adapter could take the slot of the command's adapter.
+        Each command comes with the time of its arrival. The caller must start a command before it
+        asks for the next one: otherwise, another adapter could take the slot of the command's
+        adapter.
         """
         if not self._loads:
             return

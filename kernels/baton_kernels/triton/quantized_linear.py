@@ -39,8 +39,8 @@ from baton_kernels.triton.launch import Launcher
 # Maximum number of tokens of a tile, and of a batch for which a row's inputs are summed in several
 # parts.
 FEW_TOKENS = 64
-# Batches of at least so many tokens are computed with a weight that is first unpacked in memory, by
-# measured times and the memory that this takes.
+# Batches of at least this many tokens are computed with a weight that is first unpacked in memory.
+# The numbers follow from measured times, and from the memory that an unpacked weight takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
 WANTED_PROGRAMS = {4: 512, 8: 384}  # number of programs that fill a GPU, by bits of a code
