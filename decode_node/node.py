@@ -105,7 +105,7 @@ class DecodeNode:
         self._end_handed_back()
         self._expire()
         self.reservations.tick()
-        self.reservations.grant_waiting()  # may use blocks that this step freed
+        self.reservations.grant_waiting()  # last, to use blocks that this step freed
         self.receiver.expect(self.reservations.has_open)
         self._outbox.flush()
         return bool(is_busy(self.engine, scheduled, result) or self._inbox)

@@ -327,7 +327,7 @@ class PrefillNode:
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """End a request that was cancelled, without telling the router."""
+        """End a cancelled request; send nothing to the router."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end_trace(*_key(job.command))

@@ -102,7 +102,7 @@ class Site(SimFleet):
         return stats
 
     def num_open_legs(self) -> int:
-        """Return the number of open requests, counted on each of their nodes."""
+        """Return the number of open requests; a request counts once on each of its nodes."""
         return sum(node.num_requests for node in self.nodes())
 
     @property

@@ -42,7 +42,7 @@ WARM_UP_S = 1.0
 
 @dataclass
 class Site:
-    """The ``measured`` process, a router or relay that is alone on core 0, and all others."""
+    """The ``measured`` router or relay, which is alone on core 0, and all other processes."""
 
     addresses: list[str]
     tls: TlsOptions = NO_TLS  # certificates for clients of the measured process

@@ -89,7 +89,7 @@ class GrammarState:
         """Return whether a step needs grammar masks for the tokens that it samples.
 
         Args:
-            num_pending: number of tokens that the step in flight will sample before.
+            num_pending: number of tokens that the step in flight will sample before this step.
             num_ahead: number of drafts in the step, at most as many as `look_ahead` returned.
         """
         if num_ahead:

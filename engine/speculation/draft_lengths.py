@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-# The cost of a step size (number of tokens) is the median of its samples if it has at least this
-# many; with fewer samples it is their minimum, because the first steps of a size may compile
-# kernels.
+# If a step size (number of tokens) has at least this many samples, their median is the size's cost.
+# Otherwise, their minimum is, because the first steps of a size may compile kernels.
 _ENOUGH = 5
 TRIED = 3  # number of samples from which on the cost of a size is known
 # The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by less than
@@ -39,7 +38,7 @@ _MARGIN = 1.1
 
 
 class StepCosts:
-    """Measured seconds of decode-only steps, by number of tokens; also used for making drafts."""
+    """Measured seconds by size: of decode-only steps by tokens, or of drafting by requests."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}

@@ -48,7 +48,7 @@ class InputBatch:
         has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
         num_steps: maximum number of steps in flight, and so the number of sets of buffers.
         whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
-            to each other. A step then computes all embeddings of an image whose KV is missing.
+            to each other. A step then computes all embeddings of an image that have no KV yet.
 
     Attributes:
         device: where the model runs.
