@@ -35,7 +35,8 @@ class Engine:
         kv_memory: memory of the KV cache on the worker; see `KVMemory`.
         adapters: the LoRA adapters in memory.
         features: grammars, images and drafts.
-        figures: counts and times of the steps, and the limit on prompt tokens that follows.
+        figures: counts and times of the steps, and the limit on prompt tokens that follows from the
+            times.
         kv_cache_manager: allocates the blocks of the KV cache, and finds cached prefixes.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.

@@ -88,7 +88,7 @@ class Executor(Protocol):
         """
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
-        """Run a function in each worker of another process, on a thread beside the worker's steps.
+        """Run a function beside the steps, on a thread of each worker that is in another process.
 
         Args:
             entry: ``"package.module:function"``, called with a connection to this process, the

@@ -87,7 +87,7 @@ class _Call:
 
     Attributes:
         loop: the task's loop.
-        is_read: whether the task has read the latest `_News`.
+        is_read: whether the task has read the call's last `_News`.
         answers: the outputs so far; changed only by the engine's thread until they have ended.
     """
 

@@ -113,8 +113,8 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Offline, only throughput matters, so prompts are not cut into chunks to keep decode steps
-        # short.
+        # Offline, only throughput matters, so prompts need not be cut into chunks, which would keep
+        # decode steps short.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         if not isinstance(adapters, Mapping):
             problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
@@ -539,7 +539,7 @@ class LLM:
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
-        """Load and check new weights, and wait for both; drop the weights if one fails."""
+        """Load new weights, and wait until they are checked; drop them on a failure."""
         try:
             begin()
         except BaseException:

@@ -117,8 +117,8 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """Choose tokens on the device of the logits; copy all parameters to it in one copy."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Other dtypes are not converted, because the kernel adds a converted row in another order,
-    # which would change the rounding.
+    # Only float64 is converted: the kernel would add converted rows of other dtypes in another
+    # order, which would change the rounding.
     if logits.dtype == torch.float64:
         # A large penalty may give values beyond the range of float32, which must not become
         # infinity.
