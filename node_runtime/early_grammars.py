@@ -1,4 +1,4 @@
-"""Early grammars: loads and forks what grammars need before the node starts threads; no torch."""
+"""Early grammars: before the node starts threads, loads and forks what grammars need; no torch."""
 
 from __future__ import annotations
 

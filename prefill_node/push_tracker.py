@@ -278,7 +278,7 @@ class PushTracker:
 
     @property
     def num_draining_blocks(self) -> int:
-        """Return how many blocks of ended hand-offs writes in flight may still read."""
+        """Return how many blocks of ended hand-offs may still be read by writes in flight."""
         return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
 
     def held(self) -> list[BlockHolding]:

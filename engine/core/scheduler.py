@@ -151,8 +151,8 @@ class Scheduler:
         """Give a parked request its cached blocks, new blocks for the prompt, and one decode block.
 
         Leaves the blocks free that waiting requests need (with priorities: only waiting requests of
-        better rank). A request that lacks no blocks, only a place in a step, reserves none. Returns
-        None if too few blocks are free.
+        better rank). Requests that have blocks, and wait only for a place in a step, need none.
+        Returns None if too few blocks are free.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -335,7 +335,7 @@ class Scheduler:
         )
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Remove requests whose grammar masks are not ready from a step that was scheduled ahead.
+        """Take requests whose masks are not ready out of a step that was scheduled ahead.
 
         The previous step has sampled tokens since this step was scheduled, so grammars need new
         masks. Prompt chunks stay in the step: hooks that send their blocks may already exist.
@@ -496,7 +496,7 @@ class Scheduler:
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
                     break
-                # No request runs, and no arrived request can start: preempt the last one.
+                # No request runs, and no arrived request can start: preempt the last arrived one.
                 self._preempt(self._room.pop_last_arrived())
                 continue
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)

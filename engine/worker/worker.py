@@ -277,7 +277,7 @@ class Worker:
         self._weights.wake()
 
     def _load_model(self, folder: Path, *, is_kept: bool = True) -> CausalLM:
-        """Load a folder's model, with the same dtype, packing and options as this worker's model."""
+        """Load a folder's model, with the dtype, packing and options of this worker's model."""
         config = self.config
         return load_model(
             folder,

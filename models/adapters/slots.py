@@ -50,7 +50,7 @@ from models.layers.moe import SparseMoe
 from models.parallel.group import ALONE, Ranks
 from models.recipe import LatentSpec
 
-_WIDTH = 16  # width of panels without native kernels, which demand a certain width
+_WIDTH = 16  # width of panels, unless native kernels demand another
 
 
 class AdaptedLinear(nn.Module):

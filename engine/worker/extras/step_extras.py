@@ -30,7 +30,7 @@ NO_IMAGES = ReadImages()
 
 
 class StepExtras:
-    """Adds this work to the steps of one model runner. Steps without any pass unchanged.
+    """Adds encodings, pooled results and drafts to the steps of one model runner.
 
     Args:
         model: the model, with its encoder of images.
