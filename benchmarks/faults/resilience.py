@@ -198,7 +198,7 @@ async def run_overload(sizes: Sizes, seed: int) -> Row:
 async def play_phases(
     load: OpenLoad, rate: float, seconds: Sequence[float]
 ) -> tuple[dict[str, list[Answer]], float]:
-    """Send half, three times and half of a rate; return the answers, and when overload ended."""
+    """Send 0.5, 3, then 0.5 times a rate; return the answers, and when the overload ended."""
     clock, begins = asyncio.get_running_loop().time, list[float]()
     for factor, duration_s in zip((NORMAL, OVERLOAD, NORMAL), seconds, strict=True):
         begins.append(clock())

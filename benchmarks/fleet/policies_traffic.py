@@ -21,7 +21,7 @@ TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04
 KV_TOKENS = 26_000 * 16  # per node
 NUM_CORRECTIONS = 4  # how often the rate is corrected for the work that the drawn sessions bring
 
-# Yields the times of session starts at a rate
+# Yields the times at which sessions start, for a given rate.
 Starts = Callable[[random.Random, float], Iterator[float]]
 
 

@@ -138,7 +138,7 @@ async def serve_starlette_h11(ticker: Ticker, listener: socket.socket, num_strea
 
 
 async def serve_bare_asgi(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Serve with uvicorn without a framework, which is its cheapest form."""
+    """Serve with uvicorn and no framework, which is the cheapest way to use uvicorn."""
     headers = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -239,7 +239,7 @@ def vllm(job: Job) -> list[str]:
 
 
 def vllm_environment(job: Job) -> dict[str, str]:
-    """Return variables that let vLLM compute on all cores; by default one is only for HTTP."""
+    """Return variables that let vLLM compute on all cores; by default, one is kept for HTTP."""
     return {
         **others_environment(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -364,8 +364,8 @@ def _bytes_fp16(less: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-# The base is 128 in bfloat16 and 1,024 in float16. A code stands for the number code, or (without
-# FROM_0) code - 8 for 4 bits and code - 128 for 8 bits.
+# The base is 128 in bfloat16 and 1,024 in float16. A code is unpacked to itself or, without
+# FROM_0, to the code minus 8 (4 bits) or minus 128 (8 bits).
 _BF16_4_FROM_0 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC300C300))
 _BF16_4 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC308C308))
 _FP16_4_FROM_0 = tl.constexpr(_nibbles("f16", 0x64006400, 0x3C003C00, 0xE400E400))
