@@ -236,7 +236,7 @@ class Choice:
 def choose_num_drafts(
     costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
 ) -> tuple[int, Choice]:
-    """Return how many drafts to make per request if making them takes time, and the reasons.
+    """Return how many drafts to make per request, given what drafting costs, and the reasons.
 
     Args:
         num_rows: number of requests in the next step.
