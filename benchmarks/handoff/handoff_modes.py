@@ -67,7 +67,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Write a checkpoint of eight layers and 8 KiB of KV per token, which is fast."""
+    """Write the checkpoint of a fast model with eight layers and 8 KiB of KV per token."""
     shape = {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
         "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
