@@ -111,7 +111,7 @@ def measure_modes(num_requests: int) -> dict[str, object]:
 
 
 def measure_macs(num_requests: int) -> dict[str, object]:
-    """Measure the cost of keyed digests: time from a prompt's first step to D's commit."""
+    """Compare hand-offs with plain and keyed digests: ms from the first step to the commit."""
     with running(MAC_MODES) as deployments:
         receipts = collect_receipts(deployments, num_requests, LENGTHS[:3])
     table: dict[str, object] = {}
