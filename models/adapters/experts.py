@@ -163,7 +163,7 @@ class AdaptedExperts:
     def _products(
         self, name: str, rows: Tensor, groups: Sequence[_Group], parts: Sequence[ExpertsLowRank]
     ) -> Tensor:
-        """Return one layer's results with adapters, by each row's expert: ``[num_rows, outputs]``.
+        """Apply each row's expert and adapter in one layer; return ``[num_rows, outputs]``.
 
         One call multiplies all rows of an expert; one further call adds all adapters' products.
         """
