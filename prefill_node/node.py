@@ -137,6 +137,7 @@ class PrefillNode:
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
             adapter_load_s=self._inbox.adapter_load_s,
+            num_waiting_for_encodings=0 if self.arrivals is None else self.arrivals.num_waiting,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests

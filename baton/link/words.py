@@ -176,6 +176,8 @@ class NodeBeat:
         num_waiting_for_adapters: commands that wait for their adapters; also counted in
             ``num_waiting``.
         adapter_load_s: recent time to read and load an adapter; 0: unknown.
+        num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
+            their images; also counted in ``num_waiting``.
     """
 
     num_waiting: int = 0
@@ -193,6 +195,7 @@ class NodeBeat:
     adapters: tuple[str, ...] = ()
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
+    num_waiting_for_encodings: int = 0
 
 
 @dataclass(frozen=True, slots=True)

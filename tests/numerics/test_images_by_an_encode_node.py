@@ -129,7 +129,11 @@ def test_encodings_of_another_node_give_the_same_tokens(
     cluster.d.engine.block_pool.reset_prefix_cache()
     cluster.e_stands_still = True
     cluster.place_with_encodings("again", prompts[3])
+    cluster.step("p")
+    beat = cluster.p.beat()
+    assert (beat.num_waiting, beat.num_waiting_for_encodings) == (1, 1)
     cluster.settle()
+    assert cluster.p.beat().num_waiting_for_encodings == 0
     assert tokens_of(cluster, "again") == wanted[3]
     assert cluster.p.engine.metrics().images_encoded_total == 3
     assert cluster.p.arrivals is not None
