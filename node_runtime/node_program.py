@@ -123,7 +123,8 @@ async def run_node_program(
         listen: ``host:port`` of the node's own server; port 0: any free port.
         join_timeout_s: seconds to wait for a router that does not answer.
         drain_timeout_s: seconds that open requests have to end when the node is told to stop.
-        ready_with_peer: whether health checks succeed only while a peer is connected.
+        ready_with_peer: whether health checks succeed only while a peer other than an encode node
+            is connected.
         engine_timeout_s: the process ends itself if a thread stays in one round for this long; 0:
             never.
         node_token: authorizes this node to join.

@@ -56,7 +56,7 @@ class RouterLinks:
         tls: this node's certificates.
 
     Attributes:
-        reached: engine ids of connected peers.
+        reached: engine ids of connected peers, without encode nodes.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class RouterLinks:
         tls: TlsOptions = NO_TLS,
     ) -> None:
         self.reached: set[str] = set()
+        self._encode_nodes: set[str] = set()  # engine ids of peers
         self._routers = routers
         self._registration = registration
         self._submit = submit
@@ -118,6 +119,7 @@ class RouterLinks:
         self._peers.clear()
         self._seers.clear()
         self.reached.clear()
+        self._encode_nodes.clear()
         await self._on_joined(False)
 
     def join(self, registration: NodeRegistration) -> None:
@@ -129,8 +131,8 @@ class RouterLinks:
     def emit(self, event: NodeEvent) -> None:
         """Send an event to the routers that it concerns. Call on the loop's thread."""
         if isinstance(event, PeerReport):
-            note = self.reached.add if event.connected else self.reached.discard
-            note(event.engine_id)
+            is_pair = event.connected and event.engine_id not in self._encode_nodes
+            (self.reached.add if is_pair else self.reached.discard)(event.engine_id)
         if not isinstance(event, tuple):
             for link in self._links.values():
                 link.emit(event)
@@ -269,9 +271,12 @@ class RouterLinks:
                 if not routers:  # a peer lives as long as a router lists it
                     self._peers.pop(engine_id, None)
                     self.reached.discard(engine_id)
+                    self._encode_nodes.discard(engine_id)
                     self._submit(command)
             case PeerUpdate(engine_id=engine_id):
                 self._peers.setdefault(engine_id, set()).add(address)
+                if command.is_encode_node:
+                    self._encode_nodes.add(engine_id)
                 self._submit(command)
             case _:
                 self._submit(command)

@@ -266,11 +266,16 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdate:
-    """A node that this one pairs with has joined (``peer_info``) or left (``removed``)."""
+    """A node that this one pairs with has joined (``peer_info``) or left (``removed``).
+
+    Attributes:
+        is_encode_node: whether the node that joined encodes images, and takes no requests.
+    """
 
     engine_id: str
     peer_info: bytes = b""
     removed: bool = False
+    is_encode_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,14 +267,16 @@ class Registered(_message.Message):
     def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ..., may_retry: bool = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class PeerUpdate(_message.Message):
-    __slots__ = ("engine_id", "peer_info", "removed")
+    __slots__ = ("engine_id", "peer_info", "removed", "is_encode_node")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    IS_ENCODE_NODE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     peer_info: bytes
     removed: bool
-    def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ...) -> None: ...
+    is_encode_node: bool
+    def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ..., is_encode_node: bool = ...) -> None: ...
 
 class PromptImage(_message.Message):
     __slots__ = ("first", "num_tokens", "digest", "frames", "rows", "columns", "data")

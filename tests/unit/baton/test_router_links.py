@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -30,6 +31,7 @@ from baton.link.words import (
     NodeBeat,
     NodeEvent,
     NodeRole,
+    PeerReport,
     PeerUpdate,
     PrefillCommand,
     RouterBeat,
@@ -115,14 +117,23 @@ class Router:
 class Scene:
     """One node, by hand, with links to some routers."""
 
-    def __init__(self, *routers: str, token: str = "", join_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        *routers: str,
+        token: str = "",
+        join_timeout_s: float = 5.0,
+        encodings_peer_info: bytes = b"",
+    ) -> None:
         self.drain = Drain()
         self.commands: list[RouterCommand | AbortAll] = []
         self.stops: list[bool] = []
         self.joins: list[bool] = []
         self.links = RouterLinks(
             routers,
-            make_registration("p0", NodeRole.PREFILL),
+            dataclasses.replace(
+                make_registration("p0", NodeRole.PREFILL),
+                encodings_peer_info=encodings_peer_info,
+            ),
             self.commands.append,
             self.drain,
             on_joined=self._note,
@@ -227,6 +238,23 @@ async def test_a_peer_is_gone_only_when_no_router_has_it_any_more() -> None:
         assert PeerUpdate("d0-0", removed=True) not in scene.commands
         peers[1].leave()
         await until(lambda: PeerUpdate("d0-0", removed=True) in scene.commands)
+
+
+@asynchronous
+async def test_an_encode_node_does_not_make_a_prefill_node_ready() -> None:
+    router = Router()
+    scene = Scene(router.address, encodings_peer_info=b"encodings")
+    async with served(router), scene.running():
+        await until(lambda: router.pool.nodes)
+        for name, role in (("e0", NodeRole.ENCODE), ("d0", NodeRole.DECODE)):
+            HandNode(router.pool, make_registration(name, role))
+        await until(lambda: sum(isinstance(c, PeerUpdate) for c in scene.commands) == 2)
+        scene.links.emit(PeerReport("e0-0", True))
+        assert not scene.links.reached
+        scene.links.emit(PeerReport("d0-0", True))
+        assert scene.links.reached == {"d0-0"}
+        scene.links.emit(PeerReport("d0-0", False))
+        assert not scene.links.reached
 
 
 @asynchronous
