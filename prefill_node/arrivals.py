@@ -36,9 +36,9 @@ from node_runtime.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
-# How long to remember an ended transfer, and a `Start` that came before its `PrefillCommand`.
+# How long to remember an ended transfer, and an event that came before its `PrefillCommand`.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # for these, a `PrefillCommand` may never come
+MAX_EARLY = 10_000  # for these, a `PrefillCommand` may never come
 TICK_S = 0.1
 
 
@@ -99,6 +99,19 @@ class _Arrival:
         return "STARTED" if self.started else "EXPECTED"
 
 
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """An event of a transfer whose `PrefillCommand` has not come yet."""
+
+    event: TransferEvent
+    at: float
+
+    def is_refusal(self, num_embeddings: int) -> bool:
+        """Return whether no encoding with this many embeddings will come."""
+        has_started = self.event.kind is TransferEventKind.STARTED
+        return not has_started or self.event.num_tokens != num_embeddings
+
+
 class Arrivals:
     """All encodings that are to arrive at one prefill node. Used on the node's thread.
 
@@ -132,7 +145,8 @@ class Arrivals:
         self._prompts: dict[tuple[str, int], PromptWait] = {}  # by request id and epoch
         self._open: dict[TransferKey, _Arrival] = {}
         self._to_grant: deque[TransferKey] = deque()
-        self._early_starts: dict[tuple[TransferKey, str], float] = {}  # when each `Start` came
+        # Latest events that came before their commands, by transfer and encode node
+        self._early: dict[tuple[TransferKey, str], _Early] = {}
         self._ended: dict[TransferKey, float] = {}  # tombstones: when each ended, for late `Start`
         self._tick_at = 0.0
 
@@ -164,15 +178,18 @@ class Arrivals:
 
     def _expect_one(self, arrival: _Arrival) -> None:
         prompt, engine_id = arrival.prompt, arrival.engine_id
+        key = transfer_name(prompt.request_id, arrival.digest), prompt.epoch
+        early = self._early.pop((key, engine_id), None)
         fits = num_units(arrival.num_embeddings) <= self._units.num_units
-        if engine_id not in self._connected or not fits:
+        is_refused = early is not None and early.is_refusal(arrival.num_embeddings)
+        if engine_id not in self._connected or not fits or is_refused or key in self._ended:
             prompt.num_lost += 1
             self.num_lost_total += 1
+            self._ended[key] = self._clock()  # a `Start` of the encode node is answered by Cancel
             return
-        key = transfer_name(prompt.request_id, arrival.digest), prompt.epoch
         prompt.left.add(arrival.digest)
         self._open[key] = arrival
-        if self._early_starts.pop((key, engine_id), None) is not None:
+        if early is not None:
             self._start(key, arrival)
 
     def cancel(self, request_id: str, epoch: int) -> None:
@@ -242,16 +259,23 @@ class Arrivals:
         """Apply an event of a transfer that has ended here, or whose command has not come yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
-                self._early_starts.pop((key, event.engine_id), None)
                 self.quarantine.free(key, event.engine_id)
+                self._remember_early(key, event)
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(*key, event.engine_id)
             case TransferEventKind.STARTED:
-                self._early_starts[key, event.engine_id] = self._clock()
-                if len(self._early_starts) > MAX_EARLY_STARTS:
-                    del self._early_starts[next(iter(self._early_starts))]
+                self._remember_early(key, event)
             case _:
                 pass
+
+    def _remember_early(self, key: TransferKey, event: TransferEvent) -> None:
+        """Keep an event for the command that it has overtaken; an ended transfer gets none."""
+        self._early.pop((key, event.engine_id), None)  # the order is the order of time
+        if key in self._ended:
+            return
+        self._early[key, event.engine_id] = _Early(event, self._clock())
+        if len(self._early) > MAX_EARLY:
+            del self._early[next(iter(self._early))]
 
     # ------------------------------------------------------------------ one encoding
 
@@ -349,9 +373,10 @@ class Arrivals:
                 for digest in sorted(prompt.left):
                     self._lose(*self._find(prompt, digest), f"not here in {self._timeout_s:g} s")
         self.quarantine.tick()
-        for times in (self._early_starts, self._ended):
-            while times and next(iter(times.values())) < now - MEMORY_S:
-                del times[next(iter(times))]  # type: ignore[arg-type]  # each has its own keys
+        while self._ended and next(iter(self._ended.values())) < now - MEMORY_S:
+            del self._ended[next(iter(self._ended))]
+        while self._early and next(iter(self._early.values())).at < now - MEMORY_S:
+            del self._early[next(iter(self._early))]
 
     # ------------------------------------------------------------------ what operators see
 

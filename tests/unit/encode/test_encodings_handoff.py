@@ -86,6 +86,41 @@ def test_an_image_that_cannot_be_encoded_is_left_to_the_prefill_node(
     pair.assert_at_rest()
 
 
+def test_a_refusal_that_overtakes_its_prompt_is_remembered(pair: EncodePair) -> None:
+    tokens, images = prompt_with([b"bad", DOG, [1]])
+    pair.order("r", images)
+    pair.run(1.0)
+    prompt, waiting = pair.expect("r", images, tokens)
+    assert waiting is not None
+    assert waiting.num_lost == 1
+    pair.run(0.5)
+    assert pair.engine.prompts == [prompt], "well before the time is up"
+    assert (waiting.num_received, waiting.num_lost) == (1, 1)
+    pair.assert_at_rest()
+
+
+def test_an_encode_node_is_told_at_once_that_nobody_expects_its_encoding() -> None:
+    pair = EncodePair()
+    pair.expect("r", IMAGES, TOKENS)  # the nodes are not connected yet
+    pair.meet()
+    pair.order("r", IMAGES)
+    pair.run(1.5)
+    pair.assert_at_rest()
+
+
+def test_an_attempt_that_has_ended_is_not_expected_again(pair: EncodePair) -> None:
+    pair.expect("r", IMAGES, TOKENS)
+    pair.order("r", IMAGES)
+    pair.run(0.1)
+    pair.cancel("r")
+    prompt, waiting = pair.expect("r", IMAGES, TOKENS)
+    assert waiting is not None
+    assert waiting.num_lost == 2
+    assert not prompt.awaits_encodings
+    pair.run(3.0)
+    pair.assert_at_rest()
+
+
 @pytest.mark.parametrize("when_s", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3])
 def test_an_encode_node_that_stands_still_costs_a_second_and_no_prompt(
     pair: EncodePair, when_s: float
