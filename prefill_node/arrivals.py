@@ -63,6 +63,7 @@ class PromptWait:
     Attributes:
         left: digests of the images whose encodings are neither received nor lost.
         waited_s: seconds from the command until none was left; 0 before.
+        lost: digests of the images whose encodings are lost.
     """
 
     request_id: str
@@ -72,9 +73,20 @@ class PromptWait:
     expires_at: float
     left: set[bytes] = field(default_factory=set)
     num_received: int = 0
-    num_lost: int = 0
+    lost: set[bytes] = field(default_factory=set)
     waited_s: float = 0.0
 
+
+    @property
+    def num_lost(self) -> int:
+        """Return the number of different images whose encodings are lost."""
+        return len(self.lost)
+
+    @property
+    def lost_images(self) -> tuple[int, ...]:
+        """Return the indexes in the prompt of the images whose encodings are lost."""
+        spans = enumerate(self.images.spans)
+        return tuple(index for index, span in spans if span.digest in self.lost)
 
 @dataclass(slots=True)
 class _Arrival:
@@ -168,7 +180,7 @@ class Arrivals:
         )
         spans = zip(images.spans, images.places, command.encode_engine_ids, strict=False)
         for span, places, engine_id in spans:
-            if engine_id and span.digest not in prompt.left:
+            if engine_id and span.digest not in prompt.left | prompt.lost:
                 arrival = _Arrival(prompt, span.digest, engine_id, len(places))
                 self._expect_one(arrival)
         if prompt.left:
@@ -183,7 +195,7 @@ class Arrivals:
         fits = num_units(arrival.num_embeddings) <= self._units.num_units
         is_refused = early is not None and early.is_refusal(arrival.num_embeddings)
         if engine_id not in self._connected or not fits or is_refused or key in self._ended:
-            prompt.num_lost += 1
+            prompt.lost.add(arrival.digest)
             self.num_lost_total += 1
             self._ended[key] = self._clock()  # a `Start` of the encode node is answered by Cancel
             return
@@ -324,7 +336,7 @@ class Arrivals:
         """Give an encoding up, so that this node encodes the image."""
         logger.debug("an encoding of %s is lost: %s", arrival.engine_id, why)
         self._end(key, arrival, quiet=quiet)
-        arrival.prompt.num_lost += 1
+        arrival.prompt.lost.add(arrival.digest)
         self.num_lost_total += 1
         self._go_on(arrival.prompt, arrival.digest)
 

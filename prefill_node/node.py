@@ -264,6 +264,7 @@ class PrefillNode:
                 encodings_wait_s=job.encodings.waited_s if job.encodings else 0.0,
             )
             reason = None if goes_on else output.finish_reason
+                lost_images=job.encodings.lost_images if job.encodings else (),
             delta = msgspec.structs.replace(
                 output, finish_reason=reason, prefill=receipt, sampled_at=now
             )

@@ -48,6 +48,7 @@ class PrefillReceipt:
             older version of Baton.
         num_encodings_received: images whose encodings encode nodes sent.
         num_encodings_lost: images that encode nodes were to encode, and that this node encoded.
+        lost_images: indexes in the prompt of the images counted by ``num_encodings_lost``.
         encodings_wait_s: command received -> each encoding received or lost; a part of
             ``queue_s``.
     """
@@ -61,6 +62,7 @@ class PrefillReceipt:
     num_encodings_received: int = 0
     num_encodings_lost: int = 0
     encodings_wait_s: float = 0.0
+    lost_images: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,7 @@ def test_a_refusal_that_overtakes_its_prompt_is_remembered(pair: EncodePair) -> 
     tokens, images = prompt_with([b"bad", DOG, [1]])
     pair.order("r", images)
     pair.run(1.0)
+    assert waiting.lost_images == (0,)
     prompt, waiting = pair.expect("r", images, tokens)
     assert waiting is not None
     assert waiting.num_lost == 1
