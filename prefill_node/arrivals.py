@@ -10,6 +10,7 @@ node may still write go into quarantine. Refuses to know: pixels, steps, the rou
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.kv.encodings import num_units, transfer_name
+from baton.kv.encodings import num_units, request_of, transfer_name
 from baton.link.words import PrefillCommand
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
 from engine.core.images.prompt_images import ImagePixels, PromptImages
@@ -62,8 +63,8 @@ class PromptWait:
 
     Attributes:
         left: digests of the images whose encodings are neither received nor lost.
-        waited_s: seconds from the command until none was left; 0 before.
         lost: digests of the images whose encodings are lost.
+        waited_s: seconds from the command until none was left; 0 before.
     """
 
     request_id: str
@@ -72,10 +73,9 @@ class PromptWait:
     received_at: float
     expires_at: float
     left: set[bytes] = field(default_factory=set)
-    num_received: int = 0
     lost: set[bytes] = field(default_factory=set)
+    num_received: int = 0
     waited_s: float = 0.0
-
 
     @property
     def num_lost(self) -> int:
@@ -87,6 +87,7 @@ class PromptWait:
         """Return the indexes in the prompt of the images whose encodings are lost."""
         spans = enumerate(self.images.spans)
         return tuple(index for index, span in spans if span.digest in self.lost)
+
 
 @dataclass(slots=True)
 class _Arrival:
@@ -408,7 +409,7 @@ class Arrivals:
             BlockHolding(
                 owner=BlockOwner.GRANT,
                 block_ids=arrival.units,
-                request_id=key[0],
+                request_id=arrival.prompt.request_id,
                 epoch=key[1],
                 state=arrival.state,
                 peer=arrival.engine_id,
@@ -417,8 +418,12 @@ class Arrivals:
             for key, arrival in self._open.items()
             if arrival.units
         ]
+        quarantined = [
+            dataclasses.replace(holding, request_id=request_of(holding.request_id))
+            for holding in self.quarantine.ledger()
+        ]
         return balance(
-            [*granted, *self.quarantine.ledger()],
+            [*granted, *quarantined],
             self._units.ref_counts(),
             num_blocks=self._units.num_units,
             num_free_blocks=self._units.num_free,

@@ -157,7 +157,9 @@ class PrefillNode:
 
     def ledger(self) -> Ledger:
         """Return the owners of all blocks; call between steps, on this node's thread."""
-        return take_ledger(self.engine, self.push_tracker.held())
+        ledger = take_ledger(self.engine, self.push_tracker.held())
+        encodings = None if self.arrivals is None else self.arrivals.ledger()
+        return dataclasses.replace(ledger, encodings=encodings)
 
     def handoff_metrics(self) -> HandoffMetrics:
         """Return counts of hand-offs and encodings; safe from any thread."""
@@ -262,9 +264,9 @@ class PrefillNode:
                 num_encodings_received=job.encodings.num_received if job.encodings else 0,
                 num_encodings_lost=job.encodings.num_lost if job.encodings else 0,
                 encodings_wait_s=job.encodings.waited_s if job.encodings else 0.0,
+                lost_images=job.encodings.lost_images if job.encodings else (),
             )
             reason = None if goes_on else output.finish_reason
-                lost_images=job.encodings.lost_images if job.encodings else (),
             delta = msgspec.structs.replace(
                 output, finish_reason=reason, prefill=receipt, sampled_at=now
             )

@@ -44,3 +44,8 @@ def num_units(num_tokens: int) -> int:
 def transfer_name(request_id: str, digest: bytes) -> str:
     """Return the id of the transfer of one image's encoding for a request."""
     return f"{request_id}#{digest.hex()}"
+
+
+def request_of(transfer: str) -> str:
+    """Return the id of the request for which a transfer brings an encoding."""
+    return transfer.rpartition("#")[0]

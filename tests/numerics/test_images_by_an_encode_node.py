@@ -132,6 +132,9 @@ def test_encodings_of_another_node_give_the_same_tokens(
     cluster.step("p")
     beat = cluster.p.beat()
     assert (beat.num_waiting, beat.num_waiting_for_encodings) == (1, 1)
+    encodings = cluster.p.ledger().encodings
+    assert encodings is not None
+    assert encodings.num_blocks == 128
     cluster.settle()
     assert cluster.p.beat().num_waiting_for_encodings == 0
     assert tokens_of(cluster, "again") == wanted[3]

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from baton.link.words import AbortAll, PeerReport, PeerUpdate
-from tests.fakes.handoff.encode_pair import TIMEOUT_S, EncodePair, encoding_of_file, rows_of
+from baton.telemetry.ledger import BlockOwner
+from tests.fakes.handoff.encode_pair import (
+    ROUND_S,
+    TIMEOUT_S,
+    EncodePair,
+    encoding_of_file,
+    rows_of,
+)
 from tests.fakes.images.fake_images import file_of, pixels_of, prompt_with
 
 CAT, DOG = file_of(range(20)), file_of(range(100, 110))
@@ -83,6 +90,7 @@ def test_an_image_that_cannot_be_encoded_is_left_to_the_prefill_node(
     assert pair.engine.prompts == [prompt]
     assert (waiting.num_received, waiting.num_lost) == (1, 1)
     assert list(prompt.received) == [images[1].span.digest]
+    assert waiting.lost_images == (0,)
     pair.assert_at_rest()
 
 
@@ -90,7 +98,6 @@ def test_a_refusal_that_overtakes_its_prompt_is_remembered(pair: EncodePair) -> 
     tokens, images = prompt_with([b"bad", DOG, [1]])
     pair.order("r", images)
     pair.run(1.0)
-    assert waiting.lost_images == (0,)
     prompt, waiting = pair.expect("r", images, tokens)
     assert waiting is not None
     assert waiting.num_lost == 1
@@ -168,6 +175,24 @@ def test_a_cancelled_prompt_leaves_nothing(pair: EncodePair, when_s: float) -> N
     pair.order("r", IMAGES, epoch=2)
     pair.run()
     assert len(prompt.received) == 2
+    pair.assert_at_rest()
+
+
+def test_granted_and_quarantined_units_have_owners(pair: EncodePair) -> None:
+    pair.expect("r#1", IMAGES, TOKENS)
+    pair.order("r#1", IMAGES)
+    while not (granted := pair.arrivals.ledger().holdings):
+        pair.run(ROUND_S)
+    assert {(one.owner, one.request_id) for one in granted} == {(BlockOwner.GRANT, "r#1")}
+    pair.stopped.add("e")
+    pair.cancel("r#1")
+    held = pair.arrivals.ledger()
+    assert {(one.owner, one.request_id) for one in held.holdings} == {
+        (BlockOwner.QUARANTINE, "r#1")
+    }
+    assert (held.num_orphans, held.num_overdrawn) == (0, 0)
+    pair.stopped.clear()
+    pair.run(2.0)
     pair.assert_at_rest()
 
 
