@@ -178,6 +178,31 @@ def test_a_cancelled_prompt_leaves_nothing(pair: EncodePair, when_s: float) -> N
     pair.assert_at_rest()
 
 
+def test_a_command_that_comes_twice_holds_nothing_twice(pair: EncodePair) -> None:
+    prompt, _ = pair.expect("r", IMAGES, TOKENS)
+    for _ in range(2):
+        pair.order("r", IMAGES)
+    pair.run(0.1)
+    pair.order("r", IMAGES)
+    pair.run(2.0)
+    assert len(prompt.received) == 2
+    pair.assert_at_rest()
+
+
+def test_an_encode_node_that_joins_again_is_used_again(pair: EncodePair) -> None:
+    for pause_s in (0.0, 1.0):
+        pair.arrivals.lose_peer(pair.e)
+        pair.node.submit(PeerUpdate(pair.p, removed=True))
+        pair.run(pause_s)
+        pair.meet()
+        pair.run(3.0)
+        prompt, _ = pair.expect(f"r{pause_s}", IMAGES, TOKENS)
+        pair.order(f"r{pause_s}", IMAGES)
+        pair.run(2.0)
+        assert len(prompt.received) == 2
+        pair.assert_at_rest()
+
+
 def test_granted_and_quarantined_units_have_owners(pair: EncodePair) -> None:
     pair.expect("r#1", IMAGES, TOKENS)
     pair.order("r#1", IMAGES)
