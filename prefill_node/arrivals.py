@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 # How long to remember an ended transfer, and an event that came before its `PrefillCommand`.
 MEMORY_S = 60.0
 MAX_EARLY = 10_000  # for these, a `PrefillCommand` may never come
+# No further units are granted while prompts hold received encodings of this many bytes. Encodings
+# that are on their way then may still arrive, which is one landing memory more.
+MAX_RECEIVED_BYTES = 2**30
 TICK_S = 0.1
 
 
@@ -161,6 +165,7 @@ class Arrivals:
         # Latest events that came before their commands, by transfer and encode node
         self._early: dict[tuple[TransferKey, str], _Early] = {}
         self._ended: dict[TransferKey, float] = {}  # tombstones: when each ended, for late `Start`
+        self._received: weakref.WeakSet[ImagePixels] = weakref.WeakSet()  # those that prompts hold
         self._tick_at = 0.0
 
     # ------------------------------------------------------------------ prompts
@@ -299,8 +304,14 @@ class Arrivals:
             self._to_grant.append(key)
 
     def _grant_waiting(self) -> None:
-        """Grant units in order of the `Start` messages, as far as there are free units."""
+        """Grant units in order of the `Start` messages, as far as there is memory.
+
+        Prompts keep the encodings that they have received until they are computed. An encoding that
+        gets no units in time is lost, and the prompt waits for the memory of pixel values instead.
+        """
         while self._to_grant:
+            if sum(one.num_bytes for one in self._received) >= MAX_RECEIVED_BYTES:
+                return
             key = self._to_grant[0]
             arrival = self._open.get(key)
             if arrival is not None:
@@ -330,6 +341,7 @@ class Arrivals:
             return
         self._end(key, arrival, quiet=True)
         prompt.images.received[arrival.digest] = found
+        self._received.add(found)
         prompt.num_received += 1
         self._go_on(prompt, arrival.digest)
 

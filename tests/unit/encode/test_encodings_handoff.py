@@ -203,6 +203,22 @@ def test_an_encode_node_that_joins_again_is_used_again(pair: EncodePair) -> None
         pair.assert_at_rest()
 
 
+def test_prompts_hold_few_encodings_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = EncodePair(num_units=2)  # room for one encoding on its way
+    pair.meet()
+    monkeypatch.setattr("prefill_node.arrivals.MAX_RECEIVED_BYTES", 300)
+    tokens, images = prompt_with([CAT, [1]])  # 320 bytes
+    prompts = []
+    for number in range(3):
+        prompts.append(pair.expect(f"r{number}", images, tokens)[0])
+        pair.order(f"r{number}", images)
+    for number in range(3):
+        pair.run(0.5)
+        assert [bool(one.received) for one in prompts] == [one == number for one in range(3)]
+        prompts[number].remove_user("")  # the prompt is computed
+    pair.assert_at_rest()
+
+
 def test_granted_and_quarantined_units_have_owners(pair: EncodePair) -> None:
     pair.expect("r#1", IMAGES, TOKENS)
     pair.order("r#1", IMAGES)
