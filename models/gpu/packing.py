@@ -209,7 +209,7 @@ def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers
     return integers
 
 
-def quantized_kinds(model: CausalLM) -> list[str]:
+def quantized_kinds(model: CausalLM | nn.Module) -> list[str]:
     """List the kinds of a model's quantized layers, each once."""
     assert isinstance(model, nn.Module)
     layers = [one.quantized for one in model.modules() if isinstance(one, QuantizedLinear)]

@@ -113,10 +113,21 @@ def test_ranks_of_a_node_are_known_before_it_starts(arguments: list[str], num_ra
         ([], []),
         (["--kv-cache-memory", "64M", "--kv-connector", "tls"], ["--kv-connector=tls"]),
         (
-            ["--kv-connector=tls", "--dtype", "float32", "--push", "chunks", "--kv-connector", "shm"],
+            [
+                "--kv-connector=tls",
+                "--dtype",
+                "float32",
+                "--push",
+                "chunks",
+                "--kv-connector",
+                "shm",
+            ],
             ["--kv-connector=shm", "--dtype=float32"],
         ),
-        (["--kv-digests", "--no-kv-digests", "--revision", "b"], ["--revision=b", "--no-kv-digests"]),
+        (
+            ["--kv-digests", "--no-kv-digests", "--weights", "int8"],
+            ["--weights=int8", "--no-kv-digests"],
+        ),
         (["--dtype"], []),  # each prefill node says what is missing
     ],
 )
