@@ -1,4 +1,4 @@
-"""EncodeThreads: an encode node and its thread, used from a program's asyncio thread."""
+"""EncodeThreads: runs an encode node on a thread; used from a program's asyncio thread."""
 
 from __future__ import annotations
 
@@ -15,43 +15,32 @@ from prometheus_client.metrics_core import Metric
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from baton.kv.encodings import BLOCK_TOKENS
-from baton.link.words import (
-    AbortAll,
-    NodeBeat,
-    NodeRegistration,
-    NodeRole,
-    RequestView,
-    RouterCommand,
-    StepTime,
-)
-from baton.telemetry.ledger import Ledger
-from baton.telemetry.round_watch import Rounds
+from baton.link.words import NodeRegistration, NodeRole, StepTime
 from baton.version import __version__
 from encode_node.encoder import Encoder
 from encode_node.node import EncodeNode
 from engine.core.images.prompt_images import DIGEST_BYTES, ImagePixels, PromptImages
 from engine.engine_loop import EngineLoop
 from engine.images.pixel_maker import PixelMaker
-from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from kvconnector.ends import Sender
 from node_runtime.encodings.units import Units
 from node_runtime.reports.collector import TransferCollector
-from node_runtime.threads import ENGINE_THREAD, KV_THREAD
+from node_runtime.threads import ENGINE_THREAD, NodeOnThread
 
 logger = logging.getLogger(__name__)
 
-# Sides of the images whose encoding is measured at the start, in pixels.
+# Sides, in pixels, of the square images whose encoding is measured at the start.
 MEASURED_SIDES = (128, 448)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEncoder:
-    """An encoder, and what the node tells routers about itself.
+    """A loaded encoder, and what its node tells routers about itself.
 
     Attributes:
         layout: the model's rule for the tokens of an image.
         engine_id: unique id of this start of the process.
-        compatibility: entries that must be equal on the prefill nodes that get encodings.
+        compatibility: properties that must be equal on the prefill nodes that get encodings.
     """
 
     encoder: Encoder
@@ -62,7 +51,7 @@ class LoadedEncoder:
     compatibility: dict[str, str]
 
 
-class EncodeThreads:
+class EncodeThreads(NodeOnThread[EncodeNode]):
     """An encode node and its thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
     Args:
@@ -88,7 +77,7 @@ class EncodeThreads:
         self._encode_times: tuple[StepTime, ...] = ()
         self._loop = EngineLoop(self._step, on_death, name=ENGINE_THREAD)
         loaded.pixels.on_ready = self._loop.wake
-        self._node, self._sender = make_node(self._loop.wake)
+        self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
@@ -108,7 +97,7 @@ class EncodeThreads:
             role=NodeRole.ENCODE,
             version=__version__,
             address=address,
-            peer_info=self._sender.describe(),
+            peer_info=self._end.describe(),
             compatibility=self._loaded.compatibility,
             max_model_len=num_units * BLOCK_TOKENS,
             num_blocks=num_units,
@@ -117,45 +106,23 @@ class EncodeThreads:
             encode_times=self._encode_times,
         )
 
-    def submit(self, command: RouterCommand | AbortAll) -> None:
-        self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def ledger(self) -> Future[Ledger]:
-        return self._loop.call(self._node.ledger)
-
     def flush_prefix_cache(self) -> Future[int]:
-        """Forget all kept encodings; return their number."""
+        """Drop all kept encodings; return their number."""
         return self._loop.call(self._node.store.forget_all)
 
-    def rounds(self) -> dict[str, Rounds]:
-        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._sender.rounds}
-
     def dump(self, error: Exception) -> None:
-        """Log how much work is open; an encode node has no state worth a file."""
+        """Log how much work is open; an encode node has no state that is worth a dump file."""
         logger.critical("%d images are open: %s", len(self.requests()), error)
 
     def collector(self) -> EncodeCollector:
         return EncodeCollector(self._name, self._node, self)
-
-    def handoff_metrics(self) -> HandoffMetrics:
-        return self._node.handoff_metrics()
-
-    def connector_metrics(self) -> ConnectorMetrics:
-        return self._sender.metrics()
 
     def _step(self) -> bool:
         return self._node.step()
 
     def close(self) -> None:
         self._loop.stop()
-        self._sender.close()
+        self._end.close()
         self._loaded.pixels.close()
         self._on_close()
 
@@ -188,10 +155,10 @@ class EncodeCollector(TransferCollector):
 def measure_encode_times(
     encode: Callable[[ImagePixels], Sized], pixels: PixelMaker, layout: ImageLayout
 ) -> tuple[StepTime, ...]:
-    """Return the times to encode a small and a large image, by rising tokens.
+    """Measure the seconds to encode a small and a large image; return them by rising tokens.
 
-    Each is encoded twice, because the first time may touch new memory. A model that takes no such
-    images is not measured. The images also show ``pixels`` how much memory pixel values take.
+    Each image is encoded twice, because the first run may touch new memory. An image that the model
+    cannot take is not measured. The images also show ``pixels`` how much memory pixel values take.
     """
     times: dict[int, float] = {}
     for side in MEASURED_SIDES:
@@ -215,7 +182,7 @@ def measure_encode_times(
 
 
 def _gray_image(side: int, layout: ImageLayout) -> PromptImages | None:
-    """Return a gray square as a prompt of its own; None: the model takes no image of this size."""
+    """Make a prompt that has only a gray square image; None: the model cannot take the image."""
     try:
         num_tokens = len(layout.expand(side, side).token_ids)
     except InvalidRequestError:

@@ -1,4 +1,4 @@
-"""Opens a node's ends of the KV connector: the transport of all its ranks, and digests."""
+"""Opens a node's ends of the KV connector: the transports of all its ranks, and the digests."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def open_transport(
     *,
     kv_digests: bool,
 ) -> tuple[KVTransport, BlockDigests | None]:
-    """Open the transport of each rank; raises ConfigError.
+    """Open the transport of each rank; raises ConfigError if the options do not allow it.
 
     Args:
         options: options of the node.
-        loaded: the engine whose memory peers access.
-        faults: faults to inject; None: no faults.
-        kv_digests: whether blocks are checked by digests.
+        loaded: the engine whose KV memory peers read or write.
+        faults: transfer faults to inject; None: no faults.
+        kv_digests: whether the receiver checks blocks by digests.
     """
     memory, engine_id = loaded.engine.kv_memory, loaded.engine_id
     start = Open(options.kv_connector, engine_id)
@@ -51,21 +51,29 @@ def open_transport(
 
 
 def open_encodings_transport(
-    options: ProgramOptions, engine_id: str, memory: KVMemory, faults: _Faults, *, shares_host: bool
+    options: ProgramOptions,
+    engine_id: str,
+    memory: KVMemory,
+    faults: _Faults,
+    *,
+    shares_host: bool,
+    listen: str = "",
 ) -> tuple[KVTransport, BlockDigests | None]:
     """Open the transport of a memory for encodings, which has one rank; raises ConfigError.
 
     Args:
         options: options of the node.
-        engine_id: name of this end; no other end of a connector has the name.
+        engine_id: name of this end, which no other end of any connector has.
         memory: the memory that peers read or write.
-        faults: faults to inject; None: none.
+        faults: transfer faults to inject; None: no faults.
         shares_host: whether another end of this node listens at ``options.kv_listen``, so that this
-            one needs a free port of the same host.
+            end needs another port of the same host.
+        listen: ``host:port`` of this end; empty: ``options.kv_listen``, or a free port of its host.
     """
-    listen = options.kv_listen
-    if shares_host and listen:
-        listen = f"{listen.rpartition(':')[0]}:0"
+    if not listen:
+        listen = options.kv_listen
+        if shares_host and listen:
+            listen = f"{listen.rpartition(':')[0]}:0"
     transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
         engine_id, memory, _transport_options(options, listen)
     )

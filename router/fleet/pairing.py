@@ -73,8 +73,7 @@ def _update_about(node: Node, reader: Node) -> PeerUpdate:
     told, info = node.registration, node.registration.peer_info
     if reader.registration.role is NodeRole.ENCODE:
         info = told.encodings_peer_info
-    is_encode_node = told.role is NodeRole.ENCODE
-    return PeerUpdate(node.engine_id, info, is_encode_node=is_encode_node)
+    return PeerUpdate(node.engine_id, info)
 
 
 def are_peers(one: Node, other: Node) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -117,23 +116,14 @@ class Router:
 class Scene:
     """One node, by hand, with links to some routers."""
 
-    def __init__(
-        self,
-        *routers: str,
-        token: str = "",
-        join_timeout_s: float = 5.0,
-        encodings_peer_info: bytes = b"",
-    ) -> None:
+    def __init__(self, *routers: str, token: str = "", join_timeout_s: float = 5.0) -> None:
         self.drain = Drain()
         self.commands: list[RouterCommand | AbortAll] = []
         self.stops: list[bool] = []
         self.joins: list[bool] = []
         self.links = RouterLinks(
             routers,
-            dataclasses.replace(
-                make_registration("p0", NodeRole.PREFILL),
-                encodings_peer_info=encodings_peer_info,
-            ),
+            make_registration("p0", NodeRole.PREFILL),
             self.commands.append,
             self.drain,
             on_joined=self._note,
@@ -238,23 +228,6 @@ async def test_a_peer_is_gone_only_when_no_router_has_it_any_more() -> None:
         assert PeerUpdate("d0-0", removed=True) not in scene.commands
         peers[1].leave()
         await until(lambda: PeerUpdate("d0-0", removed=True) in scene.commands)
-
-
-@asynchronous
-async def test_an_encode_node_does_not_make_a_prefill_node_ready() -> None:
-    router = Router()
-    scene = Scene(router.address, encodings_peer_info=b"encodings")
-    async with served(router), scene.running():
-        await until(lambda: router.pool.nodes)
-        for name, role in (("e0", NodeRole.ENCODE), ("d0", NodeRole.DECODE)):
-            HandNode(router.pool, make_registration(name, role))
-        await until(lambda: sum(isinstance(c, PeerUpdate) for c in scene.commands) == 2)
-        scene.links.emit(PeerReport("e0-0", True))
-        assert not scene.links.reached
-        scene.links.emit(PeerReport("d0-0", True))
-        assert scene.links.reached == {"d0-0"}
-        scene.links.emit(PeerReport("d0-0", False))
-        assert not scene.links.reached
 
 
 @asynchronous
@@ -395,3 +368,13 @@ async def test_messages_of_many_logprobs_are_made_beside_the_loop(
     assert await link._say(many) == [long]
     own = threading.get_ident()
     assert [thread == own for thread in threads] == [True, False, True]
+
+
+def test_an_encode_node_does_not_make_a_prefill_node_ready() -> None:
+    """`--ready-with-peer` waits for a decode node."""
+    links = Scene("127.0.0.1:1").links
+    links.emit(PeerReport("e", True, is_encode_node=True))
+    assert links.reached == set()
+    links.emit(PeerReport("d", True))
+    links.emit(PeerReport("d2", False))
+    assert links.reached == {"d"}

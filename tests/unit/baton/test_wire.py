@@ -212,7 +212,7 @@ poolings = st.builds(
 )
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
-    st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans(), st.booleans()),
+    st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans()),
     st.builds(link.DrainCommand, resume=st.booleans(), stop=st.booleans()),
     st.just(link.DrainSeen()),
     st.builds(
