@@ -96,7 +96,7 @@ def make_engine(
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
     images = None
     if layout is not None and model.vision is not None:
-        compatibility["images"] = "on"  # images may shift the positions of tokens
+        compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
     features = Features(scheduler, compiler, images, speculation)
     return Engine(executor, scheduler, features, compatibility)

@@ -80,7 +80,7 @@ class PrefillNode:
         """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
         for event in self.jobs.poll_encode_nodes():
-            self._outbox.report_peer(event)
+            self._outbox.report_peer(event, is_encode_node=True)
         scheduled = self.engine.schedule()
         self.jobs.note_scheduled(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
@@ -227,7 +227,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether token 1 ends the output, whatever this node's limit of one token."""
+        """Return whether token 1 ends the output, apart from this node's limit of one token."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full
@@ -255,7 +255,7 @@ class PrefillNode:
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """End a request that was cancelled, without telling the router."""
+        """End a cancelled request; send nothing to the router."""
         self.jobs.end(request_id)
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")

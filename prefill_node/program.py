@@ -56,7 +56,7 @@ def make_program(
 
 
 def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals, Receiver]:
-    """Open the memory into which encode nodes write, and the connector's end that receives."""
+    """Open the memory into which encode nodes write, and the connector's receiving end."""
     model = parts.engine.model_config
     assert model.vision is not None, "the engine takes images"
     units = Units(num_units(options.engine.encoder_cache_tokens))
@@ -68,6 +68,7 @@ def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals,
         memory,
         faults_of(options.inject_faults, options.name),
         shares_host=True,
+        listen=options.encodings_listen,
     )
     receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
     receiver.loop.start()

@@ -206,6 +206,7 @@ class PeerReport:
 
     Attributes:
         bandwidth_bytes_per_s: bandwidth measured when the nodes connected; 0: unknown.
+        is_encode_node: whether a prefill node reports an encode node, with which it forms no pair.
     """
 
     engine_id: str
@@ -213,6 +214,7 @@ class PeerReport:
     transport: str = ""
     problem: str = ""
     bandwidth_bytes_per_s: float = 0.0
+    is_encode_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,6 +103,9 @@ class Request:
         num_prompt_tokens_computed: prompt tokens that this engine computed, counted again after a
             preemption. Stays 0 if all of the prompt's KV came from a remote node.
         num_forwards: number of steps that computed tokens of this request.
+        num_images_encoded: images that the engine encoded for this request.
+        num_encodings_cached: images whose encodings were in the encoder cache.
+        encoder_s: seconds in the image encoder during this request's steps, for any request.
         num_drafts: drafts that were computed for the request.
         num_accepted_drafts: computed drafts that became part of the output.
         started_at: when the request was first scheduled, in seconds of `time.monotonic`.
@@ -147,6 +150,9 @@ class Request:
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
+    num_images_encoded: int = 0
+    num_encodings_cached: int = 0
+    encoder_s: float = 0.0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     started_at: float | None = None
