@@ -25,7 +25,7 @@ from node_runtime.threads import ConnectorEnd, Node, NodeThreads
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What `make_node` gets to make the node of a role.
+    """Parts that `make_node` gets to make the node of a role.
 
     Attributes:
         engine_id: unique id of this start of the process.

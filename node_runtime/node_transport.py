@@ -51,7 +51,13 @@ def open_transport(
 
 
 def open_encodings_transport(
-    options: ProgramOptions, engine_id: str, memory: KVMemory, faults: _Faults, *, shares_host: bool
+    options: ProgramOptions,
+    engine_id: str,
+    memory: KVMemory,
+    faults: _Faults,
+    *,
+    shares_host: bool,
+    listen: str = "",
 ) -> tuple[KVTransport, BlockDigests | None]:
     """Open the transport of a memory for encodings, which has one rank; raises ConfigError.
 
@@ -61,11 +67,13 @@ def open_encodings_transport(
         memory: the memory that peers read or write.
         faults: transfer faults to inject; None: no faults.
         shares_host: whether another end of this node listens at ``options.kv_listen``, so that this
-            end needs another, free port of the same host.
+            end needs another port of the same host.
+        listen: ``host:port`` of this end; empty: ``options.kv_listen``, or a free port of its host.
     """
-    listen = options.kv_listen
-    if shares_host and listen:
-        listen = f"{listen.rpartition(':')[0]}:0"
+    if not listen:
+        listen = options.kv_listen
+        if shares_host and listen:
+            listen = f"{listen.rpartition(':')[0]}:0"
     transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
         engine_id, memory, _transport_options(options, listen)
     )

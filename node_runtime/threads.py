@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from baton.link.words import (
     AbortAll,
@@ -75,7 +75,43 @@ class ConnectorEnd(Protocol):
     def close(self) -> None: ...
 
 
-class NodeThreads:
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+class NodeOnThread(Generic[AnyNode]):
+    """A node whose loop runs on a thread of its own: the calls that all roles answer equally.
+
+    A subclass makes the three parts in its constructor, and starts the thread.
+    """
+
+    _loop: EngineLoop
+    _node: AnyNode
+    _end: ConnectorEnd
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        self._node.submit(command)
+        self._loop.wake()
+
+    def beat(self) -> NodeBeat:
+        return self._node.beat()
+
+    def requests(self) -> list[RequestView]:
+        return self._node.requests()
+
+    def ledger(self) -> Future[Ledger]:
+        return self._loop.call(self._node.ledger)
+
+    def rounds(self) -> dict[str, Rounds]:
+        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return self._node.handoff_metrics()
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return self._end.metrics()
+
+
+class NodeThreads(NodeOnThread[Node]):
     """A node and its engine's thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
     Args:
@@ -155,18 +191,9 @@ class NodeThreads:
     def submit(self, command: RouterCommand | AbortAll) -> None:
         if isinstance(command, SendKVSnapshot):
             self._kv_events.request_snapshot()
+            self._loop.wake()
         else:
-            self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def ledger(self) -> Future[Ledger]:
-        return self._loop.call(self._node.ledger)
+            super().submit(command)
 
     def flush_prefix_cache(self) -> Future[int]:
         def flush() -> int:
@@ -178,7 +205,7 @@ class NodeThreads:
         return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
-        rounds = {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+        rounds = super().rounds()
         if self._encodings_end is not None:
             rounds[ENCODINGS_THREAD] = self._encodings_end.rounds
         return rounds
@@ -193,12 +220,6 @@ class NodeThreads:
     def engine_metrics(self) -> EngineMetrics:
         return self._loaded.engine.metrics()
 
-    def handoff_metrics(self) -> HandoffMetrics:
-        return self._node.handoff_metrics()
-
-    def connector_metrics(self) -> ConnectorMetrics:
-        return self._end.metrics()
-
     def _rename(self) -> None:
         """Let later registrations describe the weights that the engine has now."""
         self._loaded = self._loaded.renamed()
@@ -206,7 +227,7 @@ class NodeThreads:
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            return False  # commands wait: a router may not know of the drain
+            return False  # commands wait: routers may send some before they learn of the drain
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:

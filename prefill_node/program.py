@@ -20,6 +20,7 @@ from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 from node_runtime.node_transport import open_encodings_transport
 from prefill_node.arrivals import Arrivals
+from prefill_node.jobs import Jobs
 from prefill_node.node import PrefillNode
 from prefill_node.options import PrefillOptions
 from prefill_node.spans import PrefillTraces
@@ -46,9 +47,8 @@ def make_program(
             sender,
             parts.emit,
             options.push,
-            traces=PrefillTraces(parts.spans, time.monotonic),
             inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
-            arrivals=arrivals,
+            jobs=Jobs(time.monotonic, PrefillTraces(parts.spans, time.monotonic), arrivals),
         )
         return node, sender, receiver
 
@@ -56,7 +56,7 @@ def make_program(
 
 
 def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals, Receiver]:
-    """Open the memory into which encode nodes write, and the connector's end that receives."""
+    """Open the memory into which encode nodes write, and the connector's receiving end."""
     model = parts.engine.model_config
     assert model.vision is not None, "the engine takes images"
     units = Units(num_units(options.engine.encoder_cache_tokens))
@@ -68,6 +68,7 @@ def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals,
         memory,
         faults_of(options.inject_faults, options.name),
         shares_host=True,
+        listen=options.encodings_listen,
     )
     receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
     receiver.loop.start()

@@ -37,7 +37,7 @@ class AdapterError(InvalidRequestError):
 
 
 class AdapterMissingError(NodeUnavailableError):
-    """This node cannot load the adapter of a request, but another node may be able to."""
+    """A failure to load a request's adapter on this node; another node may be able to load it."""
 
 
 def is_digest(text: str) -> bool:

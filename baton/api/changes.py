@@ -22,7 +22,7 @@ class WhenOpen(Enum):
 
 
 class SleepLevel(Enum):
-    """What happens to the weights while an engine sleeps.
+    """Fates of the weights while an engine sleeps.
 
     ``HOST``: weights are kept in host memory. ``DROPPED``: weights are freed, and read from their
     files again when the engine wakes up. The memory of the KV cache is freed in both cases.

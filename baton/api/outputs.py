@@ -50,6 +50,10 @@ class PrefillReceipt:
         num_encodings_lost: images that encode nodes failed to encode in time, so that this node
             encoded them.
         encodings_wait_s: command received -> last encoding received or lost; a part of ``queue_s``.
+        num_images_encoded: images that this node encoded.
+        num_encodings_cached: images whose encodings were in this node's encoder cache.
+        encoder_s: time in the image encoder during the steps that computed the prompt, for images
+            of any prompt; a part of ``prefill_s``.
     """
 
     queue_s: float
@@ -61,6 +65,9 @@ class PrefillReceipt:
     num_encodings_received: int = 0
     num_encodings_lost: int = 0
     encodings_wait_s: float = 0.0
+    num_images_encoded: int = 0
+    num_encodings_cached: int = 0
+    encoder_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +128,9 @@ class RequestError:
 
 
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one step added to a request's output; sent from the scheduler to the router.
+    """Tokens and facts that one step added to a request's output.
+
+    The scheduler sends deltas to the router.
 
     Almost every output token makes a delta, so deltas are msgspec structs: making a frozen
     dataclass takes ten times as long.

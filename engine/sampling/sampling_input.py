@@ -45,7 +45,7 @@ def parameters_row(new: NewRow) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """What `adjust_logits` needs to know of one request, besides its grammar."""
+    """Inputs of `adjust_logits` for one request, besides the request's grammar."""
 
     sampling_params: SamplingParams
     token_ids: list[int]

@@ -34,7 +34,7 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What the blocks of a KV cache contain, group by group, and how they are laid out.
+    """Contents and layout of the blocks of a KV cache, group by group.
 
     Attributes:
         groups: groups of layers, over all stages.
@@ -202,7 +202,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVMemory:
-    """What a connector needs to know of one worker's KV cache.
+    """Facts about one worker's KV cache that a connector needs.
 
     Attributes:
         tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; its address never

@@ -37,7 +37,7 @@ PLENTY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """What a device's memory is used for, in bytes.
+    """Uses of a device's memory, in bytes.
 
     Attributes:
         total: the device's memory; on a CPU, what this process's control group may use.
@@ -70,7 +70,7 @@ class MemoryProfile:
 
     @property
     def has_plenty(self) -> bool:
-        """Return whether the KV cache gets `largest_cache`, whatever activations take."""
+        """Return whether the KV cache gets `largest_cache`, however much activations take."""
         return self.room >= PLENTY * (self.weights + self.largest_cache)
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ _NONE: _Labels = {}
 
 
 class TransferSource(Protocol):
-    """What a scrape reads on any kind of node; all methods are safe from any thread."""
+    """Interface that a scrape reads on any kind of node; all methods are safe from any thread."""
 
     def handoff_metrics(self) -> HandoffMetrics: ...
 
@@ -45,7 +45,7 @@ class TransferSource(Protocol):
 
 
 class MetricsSource(TransferSource, Protocol):
-    """What a scrape reads on a node with an engine; all methods are safe from any thread."""
+    """Interface that a scrape reads on a node with an engine; safe from any thread."""
 
     def engine_metrics(self) -> EngineMetrics: ...
 

@@ -42,7 +42,7 @@ class WeightsState(Enum):
 
 
 class EngineWeights(Protocol):
-    """What changes the weights in the engine; see `NodeWeights`."""
+    """Interface of the object that changes the engine's weights; see `NodeWeights`."""
 
     @property
     def digest(self) -> str: ...

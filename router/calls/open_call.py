@@ -184,19 +184,16 @@ class OpenCall:
         )
         if not self._output_token_ids:
             self._router_queue_s = noted.began_s
-        epoch, encodings = next(self._epochs) % 2**32, None
-        if prefill is not None and call.images:
-            cached = placement.num_cached_tokens
-            plan = pool.plan_encodings(call.images, prefill, cached, epoch)
-            encodings = None if plan is None else (plan, pool.encode_places)
+        epoch, num_cached = next(self._epochs) % 2**32, placement.num_cached_tokens
         terms = AttemptTerms(
             epoch=epoch,
             timeout_s=self._remaining_s(),
-            num_cached_tokens=placement.num_cached_tokens,
+            encodings=pool.plan_encodings(call.scoped_id, epoch, call.images, prefill, num_cached),
+            num_cached_tokens=num_cached,
             trace=noted.trace,
             adapter_source=pool.adapters.source_of(call.terms.adapter),
         )
-        self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms, encodings)
+        self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms)
         computes = decode if prefill is None else prefill
         forecast = computes.forecast_of(terms.epoch)
         self._placer.decisions.note_forecast(call.scoped_id, forecast)

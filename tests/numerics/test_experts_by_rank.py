@@ -99,6 +99,10 @@ def test_the_option(tmp_path: Path) -> None:
     assert list(ExpertShare(1, 2).experts(5)) == [1, 3]
     assert expert_share(Rank(1, 2, "off"), 5, 64) is None
     assert expert_share(Rank(0, 1, "on"), 5, 64) is None
+    assert expert_share(Rank(0, 2, "auto"), 8, 384) == ExpertShare(0, 2)  # not 256 and 128
+    assert expert_share(Rank(0, 2, "auto"), 8, 768) is None
+    assert expert_share(Rank(0, 4, "auto"), 8, 768) is None
+    assert expert_share(Rank(0, 2, "auto"), 1, 384) is None
     with pytest.raises(ConfigError, match=r"^expert_parallel: 6 ranks cannot share 5 experts$"):
         expert_share(Rank(0, 6, "on"), 5, 64)
     save(make_hugging_face_model("Qwen3ForCausalLM"), tmp_path)

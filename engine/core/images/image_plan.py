@@ -57,7 +57,7 @@ class PlacedImage(msgspec.Struct, frozen=True):
 
 
 class StepImages(msgspec.Struct, frozen=True):
-    """What the workers must do with images in one step.
+    """Work that the workers must do with images in one step.
 
     Attributes:
         forget: encodings to drop first.

@@ -68,7 +68,7 @@ FOR_NOBODY = DraftingStep(
 
 
 class Drafting(Protocol):
-    """What a drafter does after each step, once the step's tokens are known.
+    """Work that a drafter does after each step, once the step's tokens are known.
 
     Attributes:
         chooser: samples the drafts.
