@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from baton.adapters.files import read_adapter
 from baton.api.errors import ConfigError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
@@ -18,8 +19,12 @@ from baton.engine_config import EXPERT_PARALLEL
 from baton_kernels import ExpertShare
 from engine import LLM
 from models import load_model
+from models.adapters.experts import AdaptedExperts
+from models.adapters.slots import AdapterSlots
+from models.base import AdapterSpan
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
+from models.decoder import DecoderForCausalLM
 from models.layers.moe import SparseMoe
 from models.parallel.experts import expert_share
 from models.parallel.group import Ranks, SingleRank
@@ -29,6 +34,7 @@ from tests.numerics.family_checkpoints import (
     make_tiny_checkpoint,
     richest_variants,
 )
+from tests.numerics.test_adapters_of_each_family import adapt_all, make_model
 from tests.numerics.test_families import assert_right, make_llm
 from tests.numerics.tiny_models import make_hugging_face_model, save
 from tests.property.num_examples import num_requests
@@ -43,6 +49,9 @@ class Seat(SingleRank):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+
+
+SEATS = [Seat(rank, 2) for rank in range(2)]
 
 
 def mixtures(folder: Path, ranks: Ranks, *, packs: bool) -> list[SparseMoe]:
@@ -90,6 +99,31 @@ def test_the_sum_over_ranks_is_the_whole_mixture(
             [loads] = {tuple(one.loads.tolist()) for one in parts if one.loads is not None}
             assert loads[1] == rows
             assert -(-rows // size) <= loads[0] <= rows
+
+
+@torch.no_grad()
+def test_adapters_of_experts_that_ranks_have(tmp_path: Path) -> None:
+    """The sum over ranks is the whole mixture also for tokens with an adapter of the experts."""
+    name = "Qwen2MoeForCausalLM"
+    theirs = make_model(name, dict(richest_variants())[name])
+    adapter = read_adapter(adapt_all(name, theirs, tmp_path)["lora"].folder)
+    folder = save(theirs, tmp_path / "model")
+    found: list[list[AdaptedExperts]] = []
+    for ranks in (Ranks(), *(Ranks(one, one, expert_parallel="on") for one in SEATS)):
+        model = load_model(folder, dtype=torch.float32, ranks=ranks)
+        assert isinstance(model, DecoderForCausalLM)
+        slots = AdapterSlots(model, torch.float32, ranks)
+        slots.load(adapter)
+        slots._step.spans = (AdapterSpan(adapter.digest, 1, 6),)
+        sites = dict.fromkeys(slots._sites.values())
+        found.append([site for site in sites if isinstance(site, AdaptedExperts)])
+    for whole, *parts in zip(*found, strict=True):
+        x, weights = torch.randn(8, whole._moe.width), torch.rand(8, 2)
+        ids = torch.rand(8, whole._moe.num_experts).argsort(1)[:, :2].contiguous()
+        expected = whole.mix(x, ids, weights, None, None)
+        assert (expected - whole._moe.mix(x, ids, weights, None, None)).abs().max() > 1e-3
+        total = sum(one.mix(x, ids, weights, None, None) for one in parts)
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_option(tmp_path: Path) -> None:
