@@ -26,7 +26,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The data that a decode node needs besides the KV to continue a request.
 
-    The record of an encoding has the number of embeddings as ``num_tokens``, and no token.
+    The record of an encoding has the number of embeddings as ``num_tokens``, and no token. The
+    record of a cached prefix has no token either.
 
     A node ignores unknown fields, and uses defaults for absent fields. A new field that a node must
     understand needs a new version.
@@ -38,6 +39,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         draft_token_ids: the prefill node's drafts of the tokens after the first output token.
         adapter: digest of the adapter that computed the KV; empty: the base model.
         image: digest of the image whose encoding was sent, in hexadecimal; empty: KV was sent.
+        prefix: hash of the last block of a cached prefix that was sent, in hexadecimal; empty: a
+            computed prompt or an encoding was sent.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -45,6 +48,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     draft_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
     adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
     image: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    prefix: Annotated[str, msgspec.Meta(max_length=64)] = ""
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 
@@ -151,6 +155,10 @@ class HandoffMetrics:
         received_bytes: bytes of committed transfers; 0 on a prefill node.
         encodings_open: encodings that encode nodes send or may still write; 0 on other nodes.
         encodings_lost: images that this prefill node encoded because no encoding came.
+        fetches: cached prefixes that this node expected, received and lost since its start.
+        fetches_open: cached prefixes that this node sends, expects, or has in quarantine.
+        fetched_tokens, fetched_bytes: tokens and bytes of the received prefixes.
+        shared_tokens: tokens of the prefixes that this node sent whole.
     """
 
     open: Mapping[str, int]
@@ -159,6 +167,11 @@ class HandoffMetrics:
     received_bytes: int = 0
     encodings_open: int = 0
     encodings_lost: int = 0
+    fetches: Mapping[str, int] = field(default_factory=dict)
+    fetches_open: int = 0
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import msgspec
 
 from baton.access.tls import TlsFiles
+from baton.api.errors import ConfigError
+from baton.kv.manifest import KVKind
+from baton.kv.prefixes import fetch_end
 from kvconnector import KV_CONNECTORS
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.layout import KVMemory
@@ -50,6 +53,26 @@ def open_transport(
     return transport, BlockDigests(memory, ranks) if kv_digests else None
 
 
+def open_prefixes_transport(
+    options: NodeOptions, loaded: LoadedEngine, faults: _Faults
+) -> tuple[KVTransport, BlockDigests | None]:
+    """Open a second transport over the KV of a node with one rank, for cached prefixes.
+
+    Raises ConfigError if cached blocks alone do not suffice to continue a prompt.
+    """
+    memory = loaded.engine.kv_memory
+    groups = memory.manifest.groups
+    if len(groups) > 1 or groups[0].kind not in (KVKind.PAGED, KVKind.LATENT):
+        kinds = ", ".join(sorted({group.kind.value for group in groups}))
+        raise ConfigError(
+            "fetch_prefixes: supports models with one group of layers with full attention, "
+            f"got {len(groups)} ({kinds})"
+        )
+    if not loaded.engine.kv_cache_manager.has_prefix_cache:
+        raise ConfigError("fetch_prefixes: needs the prefix cache, which is switched off")
+    return _open_second_transport(options, fetch_end(loaded.engine_id), memory, faults)
+
+
 def open_encodings_transport(
     options: ProgramOptions, engine_id: str, memory: KVMemory, faults: _Faults, *, shares_host: bool
 ) -> tuple[KVTransport, BlockDigests | None]:
@@ -63,9 +86,25 @@ def open_encodings_transport(
         shares_host: whether another end of this node listens at ``options.kv_listen``, so that this
             one needs a free port of the same host.
     """
+    if shares_host:
+        return _open_second_transport(options, engine_id, memory, faults)
+    return _open_alone(options, engine_id, memory, faults, options.kv_listen)
+
+
+def _open_second_transport(
+    options: ProgramOptions, engine_id: str, memory: KVMemory, faults: _Faults
+) -> tuple[KVTransport, BlockDigests | None]:
+    """Open a transport that listens at another port of the host than the node's first one."""
     listen = options.kv_listen
-    if shares_host and listen:
+    if listen:
         listen = f"{listen.rpartition(':')[0]}:0"
+    return _open_alone(options, engine_id, memory, faults, listen)
+
+
+def _open_alone(
+    options: ProgramOptions, engine_id: str, memory: KVMemory, faults: _Faults, listen: str
+) -> tuple[KVTransport, BlockDigests | None]:
+    """Open the transport of a memory with one rank."""
     transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
         engine_id, memory, _transport_options(options, listen)
     )

@@ -25,6 +25,8 @@ def check_options(options: NodeOptions) -> None:
         raise ConfigError(
             f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
         )
+    if options.fetch_prefixes and options.engine.num_ranks > 1:
+        raise ConfigError(f"fetch_prefixes: supports one rank only, got {options.engine.num_ranks}")
     check_program_options(options)
     _check_adapters(options)
 

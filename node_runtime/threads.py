@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -42,7 +42,7 @@ from node_runtime.weights.node_weights import NodeWeights
 logger = logging.getLogger(__name__)
 
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
-ENCODINGS_THREAD = "encodings-io"
+ENCODINGS_THREAD, PREFIXES_THREAD = "encodings-io", "prefixes-io"
 
 
 class Node(Protocol):
@@ -75,6 +75,30 @@ class ConnectorEnd(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectorEnds:
+    """A node's ends of the KV connector.
+
+    Attributes:
+        kv: the end for hand-offs.
+        encodings: the end that receives encodings of images; None: the node receives none.
+        prefixes: the end that sends or receives cached prefixes; None: the node does neither.
+    """
+
+    kv: ConnectorEnd
+    encodings: ConnectorEnd | None = None
+    prefixes: ConnectorEnd | None = None
+
+    def by_thread(self) -> dict[str, ConnectorEnd]:
+        """Return each end by the name of its thread."""
+        ends = {
+            KV_THREAD: self.kv,
+            ENCODINGS_THREAD: self.encodings,
+            PREFIXES_THREAD: self.prefixes,
+        }
+        return {name: end for name, end in ends.items() if end is not None}
+
+
 class NodeThreads:
     """A node and its engine's thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
@@ -82,8 +106,8 @@ class NodeThreads:
         name: name of the node.
         role: role of the node.
         loaded: the engine that the node steps.
-        make_node: makes the node, its end of the KV connector, and the end that receives encodings
-            (None: it receives none), given a function that wakes the engine's thread.
+        make_node: makes the node and its ends of the KV connector, given a function that wakes the
+            engine's thread.
         emit: sends events to the router; called on the engine's thread.
         on_death: called when the engine cannot continue.
         pushes: whether the node sends a prompt's layers while it computes later layers.
@@ -101,7 +125,7 @@ class NodeThreads:
         name: str,
         role: NodeRole,
         loaded: LoadedEngine,
-        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd, ConnectorEnd | None]],
+        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnds]],
         emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
         *,
@@ -134,7 +158,7 @@ class NodeThreads:
             changing = loaded.weights, self._loop.ask, weights_root, self._rename
             self.weights = NodeWeights(loaded.engine, *changing)
         loaded.engine.features.wake_with(self._loop.wake)
-        self._node, self._end, self._encodings_end = make_node(self._loop.wake)
+        self._node, self._ends = make_node(self._loop.wake)
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
@@ -144,13 +168,15 @@ class NodeThreads:
         return self._loop.call(compute)
 
     def registration(self, address: str) -> NodeRegistration:
-        peer_info = self._end.describe()
+        ends = self._ends
         registered = self._loaded.registration(
-            self._name, self._role, address, peer_info, self._first_steps
+            self._name, self._role, address, ends.kv.describe(), self._first_steps
         )
-        if self._encodings_end is None:
-            return registered
-        return replace(registered, encodings_peer_info=self._encodings_end.describe())
+        return replace(
+            registered,
+            encodings_peer_info=ends.encodings.describe() if ends.encodings else b"",
+            fetch_peer_info=ends.prefixes.describe() if ends.prefixes else b"",
+        )
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         if isinstance(command, SendKVSnapshot):
@@ -178,10 +204,8 @@ class NodeThreads:
         return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
-        rounds = {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
-        if self._encodings_end is not None:
-            rounds[ENCODINGS_THREAD] = self._encodings_end.rounds
-        return rounds
+        rounds = {name: end.rounds for name, end in self._ends.by_thread().items()}
+        return {ENGINE_THREAD: self._loop.rounds, **rounds}
 
     def dump(self, error: Exception) -> None:
         """Write a crash dump of the engine; never raises, but may hang on a dead disk."""
@@ -197,7 +221,7 @@ class NodeThreads:
         return self._node.handoff_metrics()
 
     def connector_metrics(self) -> ConnectorMetrics:
-        return self._end.metrics()
+        return self._ends.kv.metrics()
 
     def _rename(self) -> None:
         """Register from now on with the identity that other weights give the engine."""
@@ -226,9 +250,8 @@ class NodeThreads:
 
     def close(self) -> None:
         self._loop.stop()
-        self._end.close()
-        if self._encodings_end is not None:
-            self._encodings_end.close()
+        for end in self._ends.by_thread().values():
+            end.close()
         self._loaded.engine.close()
         if self._loaded.weights is not None:
             self._loaded.weights.close()

@@ -26,6 +26,7 @@ from baton.link.words import (
     PrefillCommand,
     RequestView,
     RouterCommand,
+    ShareCommand,
 )
 from baton.telemetry.ledger import Ledger
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -36,6 +37,7 @@ from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
+from node_runtime.prefixes.fetches import Fetches, PrefixWait
 from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
 from prefill_node.arrivals import Arrivals, PromptWait
 from prefill_node.options import PushMode
@@ -51,12 +53,14 @@ class _Job:
 
     Attributes:
         encodings: encodings that encode nodes send for it; None: none.
+        prefix: the wait for a cached prefix that another node sends; None: none.
     """
 
     command: PrefillCommand
     request: Request
     received_at: float
     encodings: PromptWait | None = None
+    prefix: PrefixWait | None = None
     started_at: float = 0.0
     num_chunks: int = 0
 
@@ -73,6 +77,7 @@ class PrefillNode:
         traces: emits spans of traced requests; None: no tracing.
         inbox: queue of commands; None: one that does not read any files of adapters.
         arrivals: encodings that encode nodes send; None: this node encodes all images.
+        fetches: cached prefixes that other nodes send; None: this node computes all prompts whole.
     """
 
     def __init__(
@@ -85,9 +90,11 @@ class PrefillNode:
         traces: PrefillTraces | None = None,
         inbox: Inbox[PrefillCommand] | None = None,
         arrivals: Arrivals | None = None,
+        fetches: Fetches | None = None,
     ) -> None:
         self.engine = engine
         self.arrivals = arrivals
+        self.fetches = fetches
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
@@ -105,6 +112,9 @@ class PrefillNode:
         self._inbox.deliver_commands(self, self._outbox)
         if self.arrivals is not None:
             for event in self.arrivals.step():
+                self._outbox.report_peer(event)
+        if self.fetches is not None:
+            for event in self.fetches.step():
                 self._outbox.report_peer(event)
         scheduled = self.engine.schedule()
         self._note_starts(scheduled)
@@ -132,8 +142,10 @@ class PrefillNode:
             num_waiting=len(requests) - num_running + num_held,
             num_running=num_running,
             num_free_blocks=self.engine.block_pool.num_free,
-            num_quarantined_blocks=self.push_tracker.num_draining_blocks,
-            num_transfers=self.push_tracker.num_transfers + self._num_arrivals,
+            num_quarantined_blocks=self.push_tracker.num_draining_blocks + self._num_quarantined,
+            num_transfers=(
+                self.push_tracker.num_transfers + self._num_arrivals + self._num_fetches
+            ),
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
             adapter_load_s=self._inbox.adapter_load_s,
@@ -147,6 +159,15 @@ class PrefillNode:
     def _num_arrivals(self) -> int:
         return 0 if self.arrivals is None else self.arrivals.num_transfers
 
+    @property
+    def _num_fetches(self) -> int:
+        return 0 if self.fetches is None else self.fetches.num_transfers
+
+    @property
+    def _num_quarantined(self) -> int:
+        """Number of blocks that holders of lost prefixes may still write."""
+        return 0 if self.fetches is None else self.fetches.quarantine.num_blocks
+
     def requests(self) -> list[RequestView]:
         """Return all open requests; safe from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
@@ -156,18 +177,33 @@ class PrefillNode:
 
     def ledger(self) -> Ledger:
         """Return the owners of all blocks; call between steps, on this node's thread."""
-        return take_ledger(self.engine, self.push_tracker.held())
+        fetched = [] if self.fetches is None else self.fetches.held()
+        return take_ledger(self.engine, [*self.push_tracker.held(), *fetched])
 
     def handoff_metrics(self) -> HandoffMetrics:
-        """Return counts of hand-offs and encodings; safe from any thread."""
+        """Return counts of hand-offs, encodings and prefixes; safe from any thread."""
         metrics = self.push_tracker.metrics()
-        if self.arrivals is None:
-            return metrics
-        return dataclasses.replace(
-            metrics,
-            encodings_open=self._num_arrivals,
-            encodings_lost=self.arrivals.num_lost_total,
-        )
+        if self.arrivals is not None:
+            metrics = dataclasses.replace(
+                metrics,
+                encodings_open=self._num_arrivals,
+                encodings_lost=self.arrivals.num_lost_total,
+            )
+        if self.fetches is not None:
+            counts = self.fetches.counts
+            metrics = dataclasses.replace(
+                metrics,
+                num_quarantined_blocks=metrics.num_quarantined_blocks + self._num_quarantined,
+                fetches={
+                    "expected": counts.started,
+                    "received": counts.received,
+                    "lost": counts.lost,
+                },
+                fetches_open=self._num_fetches,
+                fetched_tokens=counts.tokens,
+                fetched_bytes=counts.num_bytes,
+            )
+        return metrics
 
     # ------------------------------------------------------------------ commands
 
@@ -199,6 +235,17 @@ class PrefillNode:
         self.sender.disconnect(engine_id)
         if self.arrivals is not None:
             self.arrivals.lose_peer(engine_id)
+        if self.fetches is not None:
+            self.fetches.lose_peer(engine_id)
+
+    def connect_fetch_peer(self, peer: PeerInfo) -> None:
+        """Connect to a node that sends cached prefixes; raises TransferError."""
+        if self.fetches is not None:
+            self.fetches.add_peer(peer)
+
+    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
+        """Ignore a command for decode nodes: prefill nodes send no cached prefixes."""
+        logger.warning("this node does not send cached prefixes")
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
         """Queue a prompt, and its hand-off if a decode node continues."""
@@ -214,8 +261,11 @@ class PrefillNode:
         encodings = None
         if self.arrivals is not None:
             encodings = self.arrivals.expect(request, command, received_at)
+        prefix = None
+        if self.fetches is not None:
+            prefix = self.fetches.expect(request, command, received_at)
         engine.add_request(request)
-        self._jobs[command.request_id] = _Job(command, request, received_at, encodings)
+        self._jobs[command.request_id] = _Job(command, request, received_at, encodings, prefix)
         logger.debug(
             "has a prompt of %d tokens to compute, for %s",
             request.num_initial_tokens,
@@ -261,6 +311,9 @@ class PrefillNode:
                 num_encodings_received=job.encodings.num_received if job.encodings else 0,
                 num_encodings_lost=job.encodings.num_lost if job.encodings else 0,
                 encodings_wait_s=job.encodings.waited_s if job.encodings else 0.0,
+                num_fetched_tokens=job.prefix.num_tokens if job.prefix else 0,
+                num_fetches_lost=int(job.prefix.is_lost) if job.prefix else 0,
+                fetch_wait_s=job.prefix.waited_s if job.prefix else 0.0,
             )
             reason = None if goes_on else output.finish_reason
             delta = msgspec.structs.replace(
@@ -318,7 +371,7 @@ class PrefillNode:
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
         # An error about a request's field keeps its text, because the client wrote the field.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
-        self._cancel_encodings(request_id, epoch)
+        self._cancel_waits(request_id, epoch)
         job = self._jobs.pop(request_id, None)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}
         logger.debug("%s: %s", code, message, extra=ids)
@@ -331,13 +384,16 @@ class PrefillNode:
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end_trace(*_key(job.command))
-            self._cancel_encodings(*_key(job.command))
+            self._cancel_waits(*_key(job.command))
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")
 
-    def _cancel_encodings(self, request_id: str, epoch: int) -> None:
+    def _cancel_waits(self, request_id: str, epoch: int) -> None:
+        """Expect no encodings and no prefix any more for a request that has ended."""
         if self.arrivals is not None:
             self.arrivals.cancel(request_id, epoch)
+        if self.fetches is not None:
+            self.fetches.cancel(request_id, epoch)
 
     def _expire(self) -> None:
         now = self._clock()

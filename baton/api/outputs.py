@@ -50,6 +50,11 @@ class PrefillReceipt:
         num_encodings_lost: images that encode nodes were to encode, and that this node encoded.
         encodings_wait_s: command received -> each encoding received or lost; a part of
             ``queue_s``.
+        num_fetched_tokens: tokens of a cached prefix that another node sent; a part of
+            ``num_cached_tokens``.
+        num_fetches_lost: 1 if another node was to send a cached prefix that did not come, else 0.
+        fetch_wait_s: command received -> prefix received or lost; a part of ``queue_s``. 0: no
+            prefix was expected.
     """
 
     queue_s: float
@@ -61,6 +66,9 @@ class PrefillReceipt:
     num_encodings_received: int = 0
     num_encodings_lost: int = 0
     encodings_wait_s: float = 0.0
+    num_fetched_tokens: int = 0
+    num_fetches_lost: int = 0
+    fetch_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
