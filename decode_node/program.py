@@ -1,4 +1,4 @@
-"""Assembles a decode node: the decode loop over an engine and a KV receiver."""
+"""Assembles a decode node from the decode loop, an engine and a KV receiver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_program(
     on_death: Callable[[Exception], None],
     grammars: EarlyGrammars | None = None,
 ) -> NodeProgram:
-    """Load a decode node and start its threads; see `make_threads`."""
+    """Load a decode node and start its threads; see `make_threads` for arguments and errors."""
 
     def make_node(parts: NodeParts) -> tuple[DecodeNode, ConnectorEnds]:
         receiver = Receiver(

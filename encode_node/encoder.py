@@ -1,4 +1,4 @@
-"""Encoder: a model's vision tower and projector on one device, without the text network."""
+"""Encoder: runs a model's vision tower and projector on one device, without the text model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class Encoder:
-    """Encodes one image at a time. Used by one thread.
+    """Encodes images, one at a time. Used by one thread.
 
     Args:
         folder: the model's folder.
-        config: decides device, dtype and kernels, as on the prefill nodes.
+        config: engine options that decide device, dtype and kernels, as on the prefill nodes.
 
     Attributes:
-        dtype: type of the embeddings' numbers.
-        width: numbers per embedding.
+        dtype: name of the embeddings' dtype.
+        width: number of values per embedding.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or broken, or its model reads text only.
@@ -72,10 +72,10 @@ class Encoder:
         )
 
     def encode(self, pixels: ImagePixels) -> Tensor:
-        """Return an image's embeddings ``[num_embeddings, width]``.
+        """Encode an image; return its embeddings, ``[num_embeddings, width]``.
 
         Raises:
-            ValueError: the encoder failed, or made NaN or infinite numbers.
+            ValueError: the encoder failed, or made NaN or infinite values.
         """
         arrays = {array.name: self._to_tensor(array) for array in pixels.arrays}
         try:
@@ -89,5 +89,6 @@ class Encoder:
         return embeddings
 
     def _to_tensor(self, array: PixelArray) -> Tensor:
-        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)  # torch needs it writable
+        # Copy the bytes, because torch needs a writable buffer.
+        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)
         return torch.from_numpy(numbers).reshape(array.shape).to(self._device)

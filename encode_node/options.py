@@ -11,7 +11,7 @@ from node_runtime.options import ProgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeOptions(ProgramOptions):
-    """Options of an encode node; raises ConfigError naming the field."""
+    """Options of an encode node; a wrong value raises ConfigError with the field's name."""
 
     dtype: str = same_option(EngineConfig, "dtype")
     device: str = same_option(EngineConfig, "device")
@@ -33,7 +33,7 @@ class EncodeOptions(ProgramOptions):
 
     @property
     def engine(self) -> EngineConfig:
-        """Return the options by which an engine would choose device, dtype and kernels."""
+        """Return engine options with which the encoder chooses device, dtype and kernels."""
         return EngineConfig(
             dtype=self.dtype,
             device=self.device,

@@ -1,4 +1,4 @@
-"""Assembles an encode node: the encode loop over a vision encoder and a sender of encodings."""
+"""Assembles an encode node from the encode loop, a vision encoder and a sender of encodings."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def make_program(
     Args:
         emit: takes events for the router; safe to call from any thread.
         on_death: called when the encoder or the connector cannot continue.
-        grammars: not used; an encode node has none.
+        grammars: not used, because an encode node compiles no grammars.
 
     Raises:
-        ModelLoadError: the model's folder is missing or broken, or the model reads text only.
+        ModelLoadError: the model's folder is missing or broken, or the model takes no images.
         ConfigError: an option does not fit the model or the machine.
     """
     folder = find_model_folder(options.model)
@@ -82,7 +82,7 @@ def make_program(
 
 
 def _compatibility(options: EncodeOptions, folder: Path, encoder: Encoder) -> dict[str, str]:
-    """Return the entries that must be equal on the prefill nodes that get encodings."""
+    """Return the properties that must be equal on the prefill nodes that get encodings."""
     identity = folder_identity(folder)
     if "weights" not in identity:
         identity["weights"] = weights_digest(folder)

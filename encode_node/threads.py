@@ -1,4 +1,4 @@
-"""EncodeThreads: an encode node and its thread, used from a program's asyncio thread."""
+"""EncodeThreads: runs an encode node on a thread; used from a program's asyncio thread."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from node_runtime.threads import ENGINE_THREAD, KV_THREAD
 
 logger = logging.getLogger(__name__)
 
-# Sides of the images whose encoding is measured at the start, in pixels.
+# Sides, in pixels, of the square images whose encoding is measured at the start.
 MEASURED_SIDES = (128, 448)
-MOST_TOKENS = 2**16  # of a measured image, whose number of tokens is not known before
+MOST_TOKENS = 2**16  # more tokens than a measured image can have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEncoder:
-    """An encoder, and what the node tells routers about itself.
+    """A loaded encoder, and what its node tells routers about itself.
 
     Attributes:
         engine_id: unique id of this start of the process.
-        compatibility: entries that must be equal on the prefill nodes that get encodings.
+        compatibility: properties that must be equal on the prefill nodes that get encodings.
     """
 
     encoder: Encoder
@@ -126,14 +126,14 @@ class EncodeThreads:
         return self._loop.call(self._node.ledger)
 
     def flush_prefix_cache(self) -> Future[int]:
-        """Forget all kept encodings; return their number."""
+        """Drop all kept encodings; return their number."""
         return self._loop.call(self._node.store.forget_all)
 
     def rounds(self) -> dict[str, Rounds]:
         return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._sender.rounds}
 
     def dump(self, error: Exception) -> None:
-        """Log how much work is open; an encode node has no state worth a file."""
+        """Log how much work is open; an encode node has no state that is worth a dump file."""
         logger.critical("%d images are open: %s", len(self.requests()), error)
 
     def collector(self) -> EncodeCollector:
@@ -181,10 +181,10 @@ class EncodeCollector(TransferCollector):
 
 
 def measure_encode_times(encoder: Encoder, pixels: PixelMaker) -> tuple[StepTime, ...]:
-    """Return the times to encode a small and a large image, by rising tokens.
+    """Measure the seconds to encode a small and a large image; return them by rising tokens.
 
-    Each is encoded twice, because the first time may touch new memory. A model that takes no such
-    images is not measured.
+    Each image is encoded twice, because the first run may touch new memory. An image that the model
+    cannot take is not measured.
     """
     times: dict[int, float] = {}
     for side in MEASURED_SIDES:
@@ -207,7 +207,7 @@ def measure_encode_times(encoder: Encoder, pixels: PixelMaker) -> tuple[StepTime
 
 
 def _gray_image(side: int) -> PromptImages:
-    """Return a gray square as a prompt of its own."""
+    """Make a prompt that has only a gray square image."""
     file = io.BytesIO()
     Image.new("RGB", (side, side), (128, 128, 128)).save(file, "PNG")
     digest = side.to_bytes(DIGEST_BYTES, "big")

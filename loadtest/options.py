@@ -1,4 +1,4 @@
-"""Options of `baton loadtest run` and `baton loadtest compare`, and the plans made from them."""
+"""Options of `baton loadtest run` and `baton loadtest compare`, checked and turned into plans."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MAX_FRESH_SEED = 2**31
 
 
 def fresh_seed() -> int:
-    """Return a random seed that is probably unused."""
+    """Return a random seed, which no earlier run has probably used."""
     return secrets.randbelow(_MAX_FRESH_SEED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options that `run` and `compare` share; raises ConfigError naming the field."""
+    """Options that `run` and `compare` have in common; raises ConfigError naming the option."""
 
     node_args: str = option("", help="More options of every node, as one string.")
     router_args: str = option("", help="More options of the router, as one string.")
@@ -92,10 +92,10 @@ class LoadOptions:
         check_limits(self)
 
     def plan(self, load: Load, **more: Any) -> LoadPlan:
-        """Return the plan for this load; raises ConfigError.
+        """Return the plan of a run with this load; raises ConfigError.
 
         Args:
-            more: other fields of the plan.
+            more: further fields of the plan, by name.
         """
         names = {one.name for one in dataclasses.fields(LoadPlan)}
         fields: dict[str, Any] = {
@@ -116,7 +116,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(LoadOptions):
-    """Options of `baton loadtest run`; raises ConfigError naming the field."""
+    """Options of `baton loadtest run`; raises ConfigError naming the option."""
 
     target: TargetOptions = group(TargetOptions)
     up: str = option(
@@ -170,10 +170,10 @@ class RunOptions(LoadOptions):
     save_requests: str = option("", help="Write a line of JSON per request to this file.")
 
     def run_plan(self, swept: tuple[str, float] | None) -> LoadPlan:
-        """Return the plan of the run; raises ConfigError.
+        """Return the run's plan; raises ConfigError.
 
         Args:
-            swept: a sweep's variable and first value; None: no sweep.
+            swept: the variable of a sweep, and its first value; None: the run is no sweep.
         """
         return self.plan(
             self._load(swept),
@@ -200,7 +200,7 @@ class RunOptions(LoadOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(LoadOptions):
-    """Options of `baton loadtest compare`; raises ConfigError naming the field."""
+    """Options of `baton loadtest compare`; raises ConfigError naming the option."""
 
     up: str = option(help="Model folder, GGUF file, or hub id, for all deployments.")
     rate: float = option(
@@ -226,7 +226,7 @@ class CompareOptions(LoadOptions):
 
 
 def chosen_cores(text: str) -> tuple[int, ...]:
-    """Return cores like ``0-3,6``; empty means all. Raises ConfigError for unusable cores."""
+    """Parse cores such as ``0-3,6``; empty: all usable cores. Raises ConfigError."""
     allowed = usable_cores()
     try:
         cores = parse_cpu_list(text) if text else allowed
@@ -238,5 +238,5 @@ def chosen_cores(text: str) -> tuple[int, ...]:
 
 
 def path_of(text: str) -> Path | None:
-    """Return the path in an option, or None if the option is empty."""
+    """Return an option's text as a path; None if the text is empty."""
     return Path(text) if text else None

@@ -1,4 +1,4 @@
-"""Assembles a node of either role: its engine, its end of the KV connector, and their threads."""
+"""Assembles a prefill or decode node: its engine, its end of the KV connector, their threads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from node_runtime.threads import ConnectorEnds, Node, NodeThreads
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """The parts from which a role makes its node.
+    """Parts that `make_node` gets to make the node of a role.
 
     Attributes:
         loaded: the engine with its identity.
         digests: checks arriving blocks; None: blocks are not checked.
-        wake: wakes the engine's thread; safe from any thread.
+        wake: wakes the engine's thread because there is work; safe from any thread.
         emit: sends events to the router.
-        on_death: called when the connector cannot continue.
+        on_death: called with the error when the connector cannot continue.
         spans: receives the spans of traced requests; None: no tracing.
         adapters: holds commands until their adapters are in memory.
     """
@@ -67,8 +67,9 @@ def make_threads(
         options: options of the program.
         make_node: makes the role's loop and its ends of the KV connector, and starts these ends.
         emit: sends events to the router; safe to call from any thread.
-        on_death: called when the engine or the connector cannot continue.
-        grammars: grammar parts made before any thread started; None: made later.
+        on_death: called with the error when the engine or the connector cannot continue.
+        grammars: the parts that compile grammars, made before any thread started; None: the engine
+            makes them later.
 
     Raises:
         ConfigError: an option does not fit the model or the machine.
@@ -95,8 +96,8 @@ def make_threads(
 
     def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnds]:
         transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
-        # A prompt on a prefill node waits for the adapter, so reading has priority there. On a
-        # decode node, other requests wait for each step, so steps have priority.
+        # On a prefill node, a prompt waits for its adapter, so reading has priority. On a decode
+        # node, the clients of all running requests wait for each step, so steps have priority.
         gives_way = role is NodeRole.DECODE
         adapters = AdapterQueue(loaded.engine, adapter_root, wake, gives_way=gives_way)
         return make_node(

@@ -1,4 +1,4 @@
-"""Opens a node's ends of the KV connector: the transport of all its ranks, and digests."""
+"""Opens a node's ends of the KV connector: the transports of all its ranks, and the digests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def open_transport(
     *,
     kv_digests: bool,
 ) -> tuple[KVTransport, BlockDigests | None]:
-    """Open the transport of each rank; raises ConfigError.
+    """Open the transport of each rank; raises ConfigError if the options do not allow it.
 
     Args:
         options: options of the node.
-        loaded: the engine whose memory peers access.
-        faults: faults to inject; None: no faults.
-        kv_digests: whether blocks are checked by digests.
+        loaded: the engine whose KV memory peers read or write.
+        faults: transfer faults to inject; None: no faults.
+        kv_digests: whether the receiver checks blocks by digests.
     """
     memory, engine_id = loaded.engine.kv_memory, loaded.engine_id
     start = Open(options.kv_connector, engine_id)
@@ -80,11 +80,11 @@ def open_encodings_transport(
 
     Args:
         options: options of the node.
-        engine_id: name of this end; no other end of a connector has the name.
+        engine_id: name of this end, which no other end of any connector has.
         memory: the memory that peers read or write.
-        faults: faults to inject; None: none.
+        faults: transfer faults to inject; None: no faults.
         shares_host: whether another end of this node listens at ``options.kv_listen``, so that this
-            one needs a free port of the same host.
+            end needs another, free port of the same host.
     """
     if shares_host:
         return _open_second_transport(options, engine_id, memory, faults)

@@ -1,6 +1,6 @@
-"""ProgramOptions: options of all kinds of node; NodeOptions: those of nodes with an engine.
+"""ProgramOptions: the options of every node. NodeOptions: the options of nodes with an engine.
 
-Each kind adds options in its own package.
+Each kind of node adds more options in its own package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.telemetry.trace_options import TraceOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOptions:
-    """Options of every node; raises ConfigError naming the field."""
+    """Options of every node; a wrong value raises ConfigError with the field's name."""
 
     model: str = option(help="Model folder, GGUF file, or hub id.")
     routers: tuple[str, ...] = option(
@@ -111,7 +111,7 @@ class ProgramOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions(ProgramOptions):
-    """Options of a node with an engine; raises ConfigError naming the field."""
+    """Options of a node with an engine; a wrong value raises ConfigError with the field's name."""
 
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
     served_model_name: str = option(
@@ -145,5 +145,5 @@ class NodeOptions(ProgramOptions):
 
     @property
     def vllm_model(self) -> str:
-        """Return the model's name in metrics with vLLM's names; empty: no such metrics."""
+        """Return the model's name for metrics with vLLM's names; empty: show no such metrics."""
         return (self.served_model_name or self.model) if self.metrics_compat == "vllm" else ""

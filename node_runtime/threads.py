@@ -1,7 +1,7 @@
-"""NodeThreads: a node and its engine's thread, used from a program's asyncio thread.
+"""NodeThreads: runs a node on its engine's thread; used from a program's asyncio thread.
 
-Nodes of both roles use this class; they differ in the loop (`node.py`) and in the end of the KV
-connector, which `make_node` makes.
+Prefill nodes and decode nodes use this class; they differ in the loop (`node.py`) and the end of
+the KV connector that `make_node` makes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENCODINGS_THREAD, PREFIXES_THREAD = "encodings-io", "prefixes-io"
 
 
 class Node(Protocol):
-    """A node's loop; see `prefill_node/node.py` and `decode_node/node.py`."""
+    """The loop of a node; see `prefill_node/node.py` and `decode_node/node.py`."""
 
     def submit(self, command: RouterCommand | AbortAll) -> None: ...
 
@@ -62,7 +62,7 @@ class Node(Protocol):
 
 
 class ConnectorEnd(Protocol):
-    """The methods of a KV sender or receiver that a node's threads use."""
+    """A node's end of the KV connector (sender or receiver), as `NodeThreads` uses it."""
 
     def describe(self) -> bytes:
         """Return the peer info for nodes of the other role."""
@@ -109,15 +109,15 @@ class NodeThreads:
         make_node: makes the node and its ends of the KV connector, given a function that wakes the
             engine's thread.
         emit: sends events to the router; called on the engine's thread.
-        on_death: called when the engine cannot continue.
-        pushes: whether the node sends a prompt's layers while it computes later layers.
-        on_close: called when both threads have ended.
+        on_death: called with the error when the engine cannot continue.
+        pushes: whether the node sends the KV of a prompt's layers while it computes later layers.
+        on_close: called when the threads of engine and connector have ended.
         adapter_root: folder below which adapters may be loaded; None: no adapter may be loaded.
         weights_root: folder below which new weights may be loaded; None: no weights may be loaded.
         vllm_model: model name in metrics with vLLM's names; empty: no metrics with these names.
-        hang_at: injected fault: hang after this many busy rounds; 0: never.
-        poison: injected fault: kill the process when it computes for a request whose id
-            contains this text; empty: never.
+        hang_at: injected fault: the engine's thread hangs after this many busy rounds; 0: never.
+        poison: injected fault: the process is killed when a request runs whose id contains this
+            text; empty: never.
     """
 
     def __init__(
@@ -224,13 +224,13 @@ class NodeThreads:
         return self._ends.kv.metrics()
 
     def _rename(self) -> None:
-        """Register from now on with the identity that other weights give the engine."""
+        """Let later registrations describe the weights that the engine has now."""
         self._loaded = self._loaded.renamed()
 
     def _step(self) -> bool:
-        self._loaded.engine.executor.check_health()  # a rank process may also die between steps
+        self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            return False  # commands from a router that does not know of the drain wait
+            return False  # commands wait: a router may not know of the drain
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:

@@ -4,8 +4,8 @@
         `----------`----------`-----> lost              this node encodes the image itself
 
 A prompt waits until each of its expected encodings is received or lost. An encoding is lost when
-its node refuses it, dies, is silent or takes too long, or when its bytes are wrong. Units that a
-node may still write go into quarantine. Refuses to know: pixels, steps, the router.
+its node refuses it, dies, is silent or takes too long, or when its bytes are wrong. Units of memory
+that an encode node may still write go into quarantine. Refuses to know: pixels, steps, the router.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from node_runtime.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
-# How long to remember an ended transfer, and a `Start` that came before its `PrefillCommand`.
+# Seconds for which to remember an ended transfer, and a `Start` that came before its
+# `PrefillCommand`.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # for these, a `PrefillCommand` may never come
+MAX_EARLY_STARTS = 10_000  # limited, because a `PrefillCommand` may never come
 TICK_S = 0.1
 
 
 class ReadsEncodings(Protocol):
-    """The memory that encode nodes write to (`node_runtime/encodings/memory.py`)."""
+    """The memory into which encode nodes write (`node_runtime/encodings/memory.py`)."""
 
     def read(self, units: Sequence[int], num_embeddings: int) -> ImagePixels | None:
-        """Return a copy of an encoding; None: some of its numbers are NaN or infinite."""
+        """Return a copy of an encoding; None: some of its values are NaN or infinite."""
 
 
 class TakesEncodings(Protocol):
-    """The part of an engine that goes on with a prompt."""
+    """The part of an engine that continues a prompt once its encodings are received or lost."""
 
     def use_encodings(self, images: PromptImages) -> None:
-        """Let a prompt go on with the encodings that it has received."""
+        """Let a prompt go on with the encodings that it has; encode its other images here."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class PromptWait:
 
     Attributes:
         left: digests of the images whose encodings are neither received nor lost.
-        waited_s: seconds from the command until none was left; 0 before.
+        waited_s: seconds from the prompt's command until ``left`` was empty; 0 before.
     """
 
     request_id: str
@@ -78,7 +79,7 @@ class PromptWait:
 
 @dataclass(slots=True)
 class _Arrival:
-    """One encoding on its way here.
+    """One encoding that an encode node sends, or is to send.
 
     Attributes:
         units: units that the encode node may write; empty before the grant.
@@ -93,26 +94,26 @@ class _Arrival:
 
     @property
     def state(self) -> str:
-        """Name of the state, for operators."""
+        """Return the name of the state, for operators."""
         if self.units:
             return "GRANTED"
         return "STARTED" if self.started else "EXPECTED"
 
 
 class Arrivals:
-    """All encodings that are to arrive at one prefill node. Used on the node's thread.
+    """All encodings that one prefill node expects. Used on the node's thread.
 
     Args:
-        engine: goes on with prompts.
-        memory: the memory that encode nodes write to.
-        units: the units of this memory.
+        engine: continues prompts whose encodings are received or lost.
+        memory: the memory into which encode nodes write.
+        units: which units of ``memory`` are free.
         receiver: sends grants to encode nodes.
         timeout_s: longest time that a prompt waits for encodings.
         clock: returns seconds, never going back.
 
     Attributes:
         quarantine: units that encode nodes may still write after a transfer's end.
-        num_lost_total: encodings lost since the start.
+        num_lost_total: number of encodings lost since the start.
     """
 
     def __init__(
@@ -128,12 +129,14 @@ class Arrivals:
         self._receiver, self._timeout_s, self._clock = receiver, timeout_s, clock
         self.quarantine = Quarantine(units, receiver, clock)
         self.num_lost_total = 0
-        self._connected: set[str] = set()  # engine ids of encode nodes
-        self._prompts: dict[tuple[str, int], PromptWait] = {}  # by request id and epoch
+        self._connected: set[str] = set()  # engine ids of connected encode nodes
+        # Prompts that wait for encodings, by request id and epoch.
+        self._prompts: dict[tuple[str, int], PromptWait] = {}
         self._open: dict[TransferKey, _Arrival] = {}
         self._to_grant: deque[TransferKey] = deque()
-        self._early_starts: dict[tuple[TransferKey, str], float] = {}  # when each `Start` came
-        self._ended: dict[TransferKey, float] = {}  # tombstones: when each ended, for late `Start`
+        # When each `Start` came whose command has not come yet, by transfer and engine id.
+        self._early_starts: dict[tuple[TransferKey, str], float] = {}
+        self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
 
     # ------------------------------------------------------------------ prompts
@@ -141,7 +144,7 @@ class Arrivals:
     def expect(
         self, request: Request, command: PrefillCommand, received_at: float
     ) -> PromptWait | None:
-        """Let a new request wait for encodings; None: the router has asked no encode node.
+        """Let a new request wait for encodings; return None if no encode node was asked for any.
 
         Call this before the engine gets the request.
         """
@@ -176,7 +179,7 @@ class Arrivals:
             self._start(key, arrival)
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """Expect nothing more for a request that has ended; do nothing if it is unknown."""
+        """End the transfers for a request that has ended; do nothing if the request is unknown."""
         prompt = self._prompts.pop((request_id, epoch), None)
         if prompt is not None:
             for digest in sorted(prompt.left):
@@ -185,21 +188,22 @@ class Arrivals:
     # ------------------------------------------------------------------ encode nodes
 
     def add_peer(self, peer: PeerInfo) -> None:
-        """Connect an encode node that joined, or joined again."""
+        """Connect an encode node that joined the router, or joined it again."""
         self.quarantine.meet(peer)
         self._receiver.connect(peer)
 
     def lose_peer(self, engine_id: str) -> None:
         """Give up the encodings of an encode node that the router has lost.
 
-        The node may be alive: it stays connected until it sends `Quiet`, or is known to be dead.
+        The encode node may be alive, so it stays connected until it sends `Quiet` or is known to be
+        dead.
         """
         self._connected.discard(engine_id)
         self.quarantine.lose(engine_id)
         self._lose_all(engine_id, "its encode node is gone")
 
     def step(self) -> list[TransferEvent]:
-        """Handle what has happened and grant units; return the events that concern peers."""
+        """Handle transfer events and deadlines, and grant units; return the events about peers."""
         of_peers = []
         for event in self._receiver.poll():
             match event.kind:
@@ -235,7 +239,7 @@ class Arrivals:
                 self._receive(key, arrival, event.record)
             case TransferEventKind.FAILED:
                 self._lose(key, arrival, event.reason or "it was cancelled", quiet=True)
-            case _:  # a watermark
+            case _:  # watermarks are not needed
                 pass
 
     def _settle_ended(self, key: TransferKey, event: TransferEvent) -> None:
@@ -256,13 +260,13 @@ class Arrivals:
     # ------------------------------------------------------------------ one encoding
 
     def _start(self, key: TransferKey, arrival: _Arrival) -> None:
-        """Queue an encoding for its units, once; a `Start` may come several times."""
+        """Queue an encoding for a grant, only once: its `Start` may come several times."""
         if not arrival.started:
             arrival.started = True
             self._to_grant.append(key)
 
     def _grant_waiting(self) -> None:
-        """Grant units in order of the `Start` messages, as far as there are free units."""
+        """Grant units to encodings in the order of their `Start` messages, while units are free."""
         while self._to_grant:
             key = self._to_grant[0]
             arrival = self._open.get(key)
@@ -282,7 +286,7 @@ class Arrivals:
             self._to_grant.popleft()
 
     def _receive(self, key: TransferKey, arrival: _Arrival, record: HandoffRecord | None) -> None:
-        """Read an encoding whose bytes are complete; the encode node writes no more."""
+        """Read an encoding whose bytes have all arrived, and free its units."""
         prompt, wanted = arrival.prompt, (arrival.digest.hex(), arrival.num_embeddings)
         if record is None or not arrival.units or (record.image, record.num_tokens) != wanted:
             self._lose(key, arrival, "its record does not fit", quiet=True)
@@ -297,7 +301,7 @@ class Arrivals:
         self._go_on(prompt, arrival.digest)
 
     def _lose(self, key: TransferKey, arrival: _Arrival, why: str, *, quiet: bool = False) -> None:
-        """Give an encoding up, so that this node encodes the image."""
+        """Give up waiting for an encoding: this node encodes the image."""
         logger.debug("an encoding of %s is lost: %s", arrival.engine_id, why)
         self._end(key, arrival, quiet=quiet)
         arrival.prompt.num_lost += 1
@@ -305,10 +309,10 @@ class Arrivals:
         self._go_on(arrival.prompt, arrival.digest)
 
     def _end(self, key: TransferKey, arrival: _Arrival, *, quiet: bool) -> None:
-        """End a transfer; its units are free, or in quarantine unless ``quiet``.
+        """End a transfer; free its units, or put them into quarantine if they may be written.
 
         Args:
-            quiet: whether the encode node writes no more for this transfer.
+            quiet: whether the encode node certainly writes no more for this transfer.
         """
         del self._open[key]
         self._ended[key] = self._clock()
@@ -321,7 +325,7 @@ class Arrivals:
         self._units.release(units)
 
     def _go_on(self, prompt: PromptWait, digest: bytes) -> None:
-        """Let a prompt go on once none of its encodings is left."""
+        """Note that an encoding is received or lost; after the last one, let the prompt go on."""
         prompt.left.discard(digest)
         if not prompt.left:
             prompt.waited_s = self._clock() - prompt.received_at
@@ -329,7 +333,7 @@ class Arrivals:
             self._engine.use_encodings(prompt.images)
 
     def _lose_all(self, engine_id: str, why: str) -> None:
-        """Give up all encodings of one encode node."""
+        """Give up waiting for all encodings of one encode node."""
         lost = [(key, one) for key, one in self._open.items() if one.engine_id == engine_id]
         for key, arrival in lost:
             self._lose(key, arrival, why)
@@ -339,7 +343,7 @@ class Arrivals:
         return key, self._open[key]
 
     def _tick(self) -> None:
-        """Give up what is late, run the quarantine's work, and forget old entries."""
+        """Give up late encodings, run the quarantine's periodic work, and drop old entries."""
         now = self._clock()
         if now < self._tick_at:
             return
@@ -351,22 +355,22 @@ class Arrivals:
         self.quarantine.tick()
         for times in (self._early_starts, self._ended):
             while times and next(iter(times.values())) < now - MEMORY_S:
-                del times[next(iter(times))]  # type: ignore[arg-type]  # each has its own keys
+                del times[next(iter(times))]  # type: ignore[arg-type]  # unlike types of keys
 
     # ------------------------------------------------------------------ what operators see
 
     @property
     def num_transfers(self) -> int:
-        """Number of encodings that are to arrive, or that are lost and in quarantine."""
+        """Return the number of encodings that are expected, or whose units are in quarantine."""
         return len(self._open) + len(self.quarantine)
 
     @property
     def num_waiting(self) -> int:
-        """Number of prompts that wait for encodings."""
+        """Return the number of prompts that wait for encodings."""
         return len(self._prompts)
 
     def ledger(self) -> Ledger:
-        """Return which transfers hold which units."""
+        """Return which units each transfer holds; for checks of invariants."""
         granted = [
             BlockHolding(
                 owner=BlockOwner.GRANT,

@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Job:
-    """A prefill command in progress.
+    """A prefill command in progress, with its request.
 
     Attributes:
-        encodings: encodings that encode nodes send for it; None: none.
+        encodings: the encodings that encode nodes send for the prompt; None: they send none.
         prefix: the wait for a cached prefix that another node sends; None: none.
     """
 
@@ -75,8 +75,8 @@ class PrefillNode:
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        inbox: queue of commands; None: one that does not read any files of adapters.
-        arrivals: encodings that encode nodes send; None: this node encodes all images.
+        inbox: queue of commands; None: a queue that cannot read the files of adapters.
+        arrivals: receives encodings from encode nodes; None: this node encodes all images.
         fetches: cached prefixes that other nodes send; None: this node computes all prompts whole.
     """
 
@@ -99,7 +99,7 @@ class PrefillNode:
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
         self._traces = PrefillTraces(None, clock) if traces is None else traces
-        self._inbox = inbox or Inbox(PrefillCommand, engine, clock)
+        self._inbox = Inbox(PrefillCommand, engine, clock) if inbox is None else inbox
         self._outbox = Outbox(emit)
         self._jobs: dict[str, _Job] = {}
 
@@ -121,7 +121,7 @@ class PrefillNode:
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         continued = self._answer(result)
-        self._outbox.flush()  # before any push: a client waits for token 1
+        self._outbox.flush()  # before pushes, as clients wait for token 1
         self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
@@ -169,14 +169,14 @@ class PrefillNode:
         return 0 if self.fetches is None else self.fetches.quarantine.num_blocks
 
     def requests(self) -> list[RequestView]:
-        """Return all open requests; safe from any thread."""
+        """Return all open requests of this node, for operators; safe from any thread."""
         local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
         now = self._clock()
         views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
-        """Return the owners of all blocks; call between steps, on this node's thread."""
+        """Return which owners hold which blocks; call between steps, on this node's thread."""
         fetched = [] if self.fetches is None else self.fetches.held()
         return take_ledger(self.engine, [*self.push_tracker.held(), *fetched])
 
@@ -208,7 +208,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ commands
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End a request, or its hand-off if token 1 was already sent."""
+        """End a request, or only its hand-off if token 1 was sent already."""
         job = self._jobs.get(request_id)
         if job is not None and job.command.epoch == epoch:
             self._end(request_id)
@@ -217,14 +217,14 @@ class PrefillNode:
             self._traces.end_trace(request_id, epoch, has_pushed=True)
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests and hand-offs that the abort concerns."""
+        """End all requests and hand-offs that an abort message of the router concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
         # Also end hand-offs after token 1: the decode node may belong to another router.
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
-        """Connect to a decode node or an encode node; raises TransferError."""
+        """Connect to a decode node or an encode node; raises TransferError if this fails."""
         if not holds_encodings(peer.manifest):
             self.sender.connect(peer)
         elif self.arrivals is not None:
@@ -248,7 +248,7 @@ class PrefillNode:
         logger.warning("this node does not send cached prefixes")
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
-        """Queue a prompt, and its hand-off if a decode node continues."""
+        """Queue a prompt in the engine, and track its hand-off if a decode node continues."""
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -280,7 +280,7 @@ class PrefillNode:
     # ------------------------------------------------------------------ results
 
     def _note_starts(self, scheduled: SchedulerOutput) -> None:
-        """Count each scheduled chunk, and note when a request's first chunk was scheduled."""
+        """Record in traces that chunks are scheduled, and when the first chunk of a request was."""
         for item in scheduled.scheduled:
             job = self._jobs[item.request.request_id]
             job.num_chunks += 1
@@ -290,16 +290,16 @@ class PrefillNode:
                 trace.begin_chunk(self._clock())
 
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Queue each token 1 for the router.
+        """Queue every token 1 of a step for the router.
 
-        Return the outputs that a decode node continues, by id.
+        Return the outputs that a decode node continues, by request id.
         """
         continued = {}
         if self._traces:
             self._note_chunks(result.scheduled)
         for output in result.outputs:
             job = self._jobs.pop(output.request_id)
-            # The engine stops after one token, even if a decode node continues the output.
+            # The engine ends each request after one token, also if a decode node continues.
             goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
             receipt = PrefillReceipt(
@@ -341,7 +341,7 @@ class PrefillNode:
                 trace.end_chunk(self._clock())
 
     def _end_failed(self) -> None:
-        """End requests that the engine cannot continue."""
+        """End the requests that the engine cannot continue, and tell the router."""
         for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:
@@ -349,7 +349,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether token 1 ends the output, even without this node's one-token limit."""
+        """Return whether token 1 ends the output, whatever this node's limit of one token."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full
@@ -361,7 +361,7 @@ class PrefillNode:
             case _:
                 if not self.push_tracker.settle(event):
                     self._traces.end_trace(event.request_id, event.epoch, has_pushed=True)
-                elif not event.reason:  # the decode node cancelled the request; the router knows
+                elif not event.reason:  # cancelled by the decode node: the router knows
                     job = self._jobs.get(event.request_id)
                     if job is not None and job.command.epoch == event.epoch:
                         self._end(event.request_id)
@@ -369,7 +369,7 @@ class PrefillNode:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
-        # An error about a request's field keeps its text, because the client wrote the field.
+        # Keep the text of an error about a field of the request, because it is for the client.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
         self._cancel_waits(request_id, epoch)
         job = self._jobs.pop(request_id, None)
@@ -380,7 +380,7 @@ class PrefillNode:
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """Forget a request that was cancelled."""
+        """End a request that was cancelled, without telling the router."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end_trace(*_key(job.command))

@@ -1,4 +1,4 @@
-"""Assembles a prefill node: the prefill loop over an engine and a KV sender."""
+"""Assembles a prefill node from the prefill loop, an engine and a KV sender."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_program(
     on_death: Callable[[Exception], None],
     grammars: EarlyGrammars | None = None,
 ) -> NodeProgram:
-    """Load a prefill node and start its threads; see `make_threads`."""
+    """Load a prefill node and start its threads; see `make_threads` for arguments and errors."""
 
     def make_node(parts: NodeParts) -> tuple[PrefillNode, ConnectorEnds]:
         sender = Sender(
@@ -62,7 +62,7 @@ def make_program(
 
 
 def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals, Receiver]:
-    """Open the memory that encode nodes write to, and the end of the KV connector for it."""
+    """Open the memory into which encode nodes write, and the connector's end that receives."""
     model = parts.engine.model_config
     assert model.vision is not None, "the engine takes images"
     units = Units(num_units(options.engine.encoder_cache_tokens))

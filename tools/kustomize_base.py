@@ -1,4 +1,4 @@
-"""Write deploy/kustomize/base: the manifests of the Helm chart with its defaults.
+"""Writes deploy/kustomize/base: the manifests that the Helm chart makes by default.
 
 python -m tools.kustomize_base
 """
@@ -20,7 +20,7 @@ resources:
 
 
 def main() -> None:
-    """Write the chart's output, and a kustomization that uses it."""
+    """Write the chart's output, and the kustomization.yaml that lists it."""
     chart = str(ROOT / "deploy/helm/baton")
     command = [str(HELM), "template", "baton", chart, "--namespace", "baton"]
     text = subprocess.check_output(command, text=True)

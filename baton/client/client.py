@@ -1,4 +1,4 @@
-"""Client and AsyncClient: call a router from Python. Do not import torch."""
+"""Client and AsyncClient: call a router from Python. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Client:
         return join_beams(deltas, beams)
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
-        """Return the token ids of a prompt, as the model would see them."""
+        """Return the token ids that the model gets for a prompt."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
         return list(self._call(self._channel.stub().Tokenize, request).token_ids)
 
@@ -201,9 +201,9 @@ class Client:
         """Return the embedding of each text or list of token ids; raises a BatonError.
 
         Args:
-            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
-                one; empty: none.
-            dimensions: numbers to keep of each embedding; None: all.
+            prompt_name: name of the checkpoint's prompt to put before each text; None: the default
+                prompt; empty: no prompt.
+            dimensions: number of first values to keep of each embedding; None: all values.
         """
         request = embed_request(inputs, prompt_name, dimensions, options)
         return embeddings_from_proto(self._call(self._channel.stub().Embed, request))
@@ -216,7 +216,7 @@ class Client:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[Score]:
-        """Return how well each document fits its query: one for all, or one for each document."""
+        """Return how well each document fits its query (one query, or one per document)."""
         request = score_request(queries, documents, instruction, options)
         return scores_from_proto(self._call(self._channel.stub().Score, request))
 
@@ -229,7 +229,7 @@ class Client:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[tuple[int, Score]]:
-        """Return the places of the documents that fit a query best, and their scores, best first.
+        """Return indexes and scores of the documents that fit a query best, best first.
 
         Args:
             top_n: maximum number of results; 0: all.
@@ -408,7 +408,7 @@ class AsyncClient:
         return join_beams([one async for one in self._read(method, request, timeout_s)], beams)
 
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
-        """Return the token ids of a prompt, as the model would see them."""
+        """Return the token ids that the model gets for a prompt."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
         return list((await self._call(self._channel.stub().Tokenize, request)).token_ids)
 
@@ -428,9 +428,9 @@ class AsyncClient:
         """Return the embedding of each text or list of token ids; raises a BatonError.
 
         Args:
-            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
-                one; empty: none.
-            dimensions: numbers to keep of each embedding; None: all.
+            prompt_name: name of the checkpoint's prompt to put before each text; None: the default
+                prompt; empty: no prompt.
+            dimensions: number of first values to keep of each embedding; None: all values.
         """
         request = embed_request(inputs, prompt_name, dimensions, options)
         return embeddings_from_proto(await self._call(self._channel.stub().Embed, request))
@@ -443,7 +443,7 @@ class AsyncClient:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[Score]:
-        """Return how well each document fits its query: one for all, or one for each document."""
+        """Return how well each document fits its query (one query, or one per document)."""
         request = score_request(queries, documents, instruction, options)
         return scores_from_proto(await self._call(self._channel.stub().Score, request))
 
@@ -456,7 +456,7 @@ class AsyncClient:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[tuple[int, Score]]:
-        """Return the places of the documents that fit a query best, and their scores, best first.
+        """Return indexes and scores of the documents that fit a query best, best first.
 
         Args:
             top_n: maximum number of results; 0: all.

@@ -1,4 +1,4 @@
-"""Convert the ledger to protobuf, for `baton admin audit`."""
+"""Convert the ledger of a node's KV blocks to protobuf, for `baton admin audit`."""
 
 from __future__ import annotations
 

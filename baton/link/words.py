@@ -21,12 +21,13 @@ from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
 
-# Version of the link's messages. A change that readers of the previous version would misread raises
-# it. Each end supports its own version and the previous one. New fields need no new version.
+# Version of the link's messages. Raise the version with a change that readers of the previous
+# version would misread; a new field is no such change. Each end supports its own version and the
+# previous version.
 PROTOCOL = 1
 FIRST_PROTOCOL = 1  # protocol version of peers that do not send any version
-REVISION = "revision"  # entry of ``compatibility`` that keeps revisions apart
-# Codes of a `RequestError` that are not gRPC's: no node is at fault, so try the request elsewhere.
+REVISION = "revision"  # entry of ``compatibility`` with the node's revision
+# Codes of a `RequestError` besides gRPC's: no node is at fault, so the router retries the request.
 PREEMPTED, ADAPTER_MISSING = "PREEMPTED", "ADAPTER_MISSING"
 MOVED = frozenset({PREEMPTED, ADAPTER_MISSING})
 
@@ -42,14 +43,15 @@ def protocol_problem(theirs: int, *, own: int = PROTOCOL) -> str:
 
 
 class NodeRole(Enum):
-    """The roles of a node."""
+    """Roles that a node may have."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     ENCODE = "encode"
 
 
-# Roles of the two nodes that a request needs. An encode node only saves a prefill node work.
+# Roles of the two nodes that a request needs. Encode nodes are optional: they relieve prefill
+# nodes.
 PAIR_ROLES = (NodeRole.PREFILL, NodeRole.DECODE)
 
 
@@ -79,23 +81,26 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """A node's description of itself. Only nodes with equal ``compatibility`` are paired.
+    """A node's description of itself. Routers pair only nodes with equal ``compatibility``.
 
     Attributes:
         prefix_hash: algorithm of block hashes (`baton/kv/block_hash.py`); empty: no prefix cache.
-        kv_bytes_per_token: KV size over all layers; 0: unknown.
+        kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
         tensor_parallel_size: number of ranks that share each layer.
         pipeline_parallel_size: number of pipeline stages.
         computes_prompts: whether this decode node accepts requests without a prefill node.
         process_key: secret shared only with this node's routers; empty: none.
-        step_times: times measured at the node's start, sorted by tokens; empty: not measured.
-        decode_times: times measured at the node's start; empty: not measured, or no decode node.
+        step_times: times of steps with prompt tokens, measured at the node's start, sorted by
+            tokens; empty: not measured.
+        decode_times: times of decode steps, measured at the node's start; empty: not measured, or
+            no decode node.
         protocol: version of the link's messages.
         loads_adapters: whether the node can load the adapters of its commands.
         encodes_images: whether the node can compute prompts with images.
-        encodings_peer_info: how encode nodes reach this prefill node; empty: it takes no encodings.
-        encode_times: times to encode one image of so many tokens, sorted by tokens; measured at an
-            encode node's start.
+        encodings_peer_info: how encode nodes reach this prefill node; empty: this node receives no
+            encodings.
+        encode_times: times to encode one image, by its number of tokens, sorted; measured at the
+            start of an encode node.
         fetch_peer_info: how other nodes reach this node's end for cached prefixes; empty: it has
             none.
     """
@@ -147,13 +152,13 @@ class ServingState(Enum):
 class StepDeltas(msgspec.Struct, frozen=True):
     """The results of one engine step, as a router receives them.
 
-    Most results are rows: one token of one request without other fields. Nodes emit plain deltas;
-    the wire format packs these into rows.
+    Most results are rows: a row is one token of one request, without other fields. Nodes emit
+    deltas; the wire format packs deltas without other fields into rows.
 
     Attributes:
-        epochs: attempt of each row; identifies the row's request, because a router's epochs never
-            repeat.
-        deltas: all results that are no rows; they follow the rows.
+        epochs: epoch (attempt of a request) of each row; it identifies the row's request, because a
+            router uses each epoch once.
+        deltas: all other results; a request's deltas come after its rows.
     """
 
     epochs: Sequence[int]
@@ -167,18 +172,18 @@ class NodeBeat:
     """A node's report of its load.
 
     Attributes:
-        num_transfers: hand-offs that have begun or been granted, and have not ended.
+        num_transfers: hand-offs of KV that have begun or been granted, and have not ended.
         serving_state: ``DRAINED`` only if every router knows of the drain, and no request, transfer
             or block that a peer may write is left.
-        num_uncomputed_tokens: prompt tokens still to compute here.
+        num_uncomputed_tokens: prompt tokens that this node has still to compute.
         num_rounds: completed rounds of the engine's thread, idle ones included.
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
         longest_round_s: duration of the longest completed round.
         stalled_thread: name of the stalled thread.
-        adapters: digests of the adapters in memory that accept requests.
-        num_waiting_for_adapters: commands that wait for their adapters; also counted in
-            ``num_waiting``.
-        adapter_load_s: recent time to read and load an adapter; 0: unknown.
+        adapters: digests of the loaded adapters that accept requests.
+        num_waiting_for_adapters: commands that wait until their adapters are loaded;
+            ``num_waiting`` includes them.
+        adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
     """
 
     num_waiting: int = 0
@@ -215,7 +220,7 @@ class PeerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
-    """An open request as operators see it."""
+    """An open request of a node, with what operators are shown."""
 
     request_id: str
     status: str
@@ -231,8 +236,9 @@ class KVCacheEvents:
     """Net changes of a node's prefix cache.
 
     Attributes:
-        sequence: number of the message, per engine id; a gap means that messages were lost.
-        snapshot: whether the cache holds only ``stored``, and earlier events are void.
+        sequence: number of this message among the messages of an engine id; a gap means lost
+            messages.
+        snapshot: whether ``stored`` lists the whole cache, so that earlier events are void.
         stored: short hashes of new blocks, in prefix order.
         removed: short hashes of evicted blocks; disjoint from ``stored``.
     """
@@ -248,7 +254,7 @@ class AdminReply:
     """A part of the answer to an `AdminCall`; parts arrive in order.
 
     Attributes:
-        error: replaces the answer; ``code`` is the name of a gRPC status code.
+        error: error to report instead of an answer; its ``code`` is the name of a gRPC status code.
     """
 
     call_id: int
@@ -266,7 +272,7 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdate:
-    """A node that this one pairs with has joined (``peer_info``) or left (``removed``).
+    """News that a possible partner of this node joined (``peer_info``) or left (``removed``).
 
     Attributes:
         fetch_peer_info: how to reach the node's end for cached prefixes; empty: the two nodes do
@@ -281,19 +287,19 @@ class PeerUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCommand:
-    """A request, as the router sends it to both nodes.
+    """The fields of a request that the router sends to the prefill node and to the decode node.
 
     Attributes:
-        output_token_ids: output of earlier attempts; its KV is computed and sent with the prompt's,
-            and the token after it is sampled in place of token 1.
+        output_token_ids: output of earlier attempts. Its KV is computed and sent with the prompt's
+            KV, and the prefill node samples the token that follows this output.
         cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         adapter: digest of the request's adapter; empty: the base model.
         adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
-        pins_adapter: whether the adapter keeps its slot when others need one.
-        priority: the client's order among requests, where smaller goes first.
+        pins_adapter: whether the adapter stays loaded when other adapters need a slot.
+        priority: the client's priority; requests with smaller numbers are scheduled first.
         trace: parent span of the node's spans; None: not traced.
-        images: images of the prompt in order; without files for a node that does not compute the
-            prompt.
+        images: images of the prompt in order; a node that does not compute the prompt gets the
+            images without their files.
     """
 
     request_id: str
@@ -313,13 +319,13 @@ class RequestCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCommand(RequestCommand):
-    """Compute a prompt's KV, sample token 1, and hand over.
+    """Command to compute a prompt's KV, sample token 1, and hand the request to a decode node.
 
     Attributes:
         decode_engine_id: node that receives the KV; empty: the request ends here.
-        pooling: numbers to take from the prompt's hidden states, instead of token 1; None: sample.
-        encode_engine_ids: node that sends each image's encoding; an empty text, or no entries:
-            this node encodes.
+        pooling: how to pool the prompt's hidden states instead of sampling token 1; None: sample.
+        encode_engine_ids: for each image, the node that sends its encoding; if the entry is empty
+            or missing, this node encodes the image.
         fetch_engine_id: node that sends a cached prefix of the prompt; empty: no node.
         fetch_num_tokens: tokens of this prefix, as far as the router knows.
     """
@@ -333,11 +339,11 @@ class PrefillCommand(RequestCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCommand(RequestCommand):
-    """Park a request until its KV arrives, then decode from token 2 on.
+    """Command to hold a request until its KV arrives, and then to decode from token 2 on.
 
     Attributes:
-        prefill_engine_id: node that sends the KV; empty: compute the prompt and sample token 1
-            here.
+        prefill_engine_id: node that sends the KV; empty: the decode node computes the prompt and
+            samples token 1.
     """
 
     prefill_engine_id: str
@@ -345,10 +351,10 @@ class DecodeCommand(RequestCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeCommand:
-    """Encode images, and send the encodings to a prefill node.
+    """Command to encode images and to send the encodings to a prefill node.
 
     Attributes:
-        images: the images, with their files; their places in the prompt have no meaning here.
+        images: the images, with their files; their positions in the prompt are not used.
     """
 
     request_id: str
@@ -380,7 +386,7 @@ class ShareCommand:
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """End a request on this node; do nothing if the node lacks it."""
+    """Command to end a request on this node, if the node has the request."""
 
     request_id: str
     epoch: int
@@ -391,7 +397,7 @@ class Refusal:
     """The router's refusal of this node.
 
     Attributes:
-        may_retry: whether the problem may pass.
+        may_retry: whether the node should try to join again, because the problem may be temporary.
     """
 
     problem: str
@@ -400,12 +406,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RouterBeat:
-    """Tell that the router is alive. The link handles this, not the node's loop."""
+    """Sign that the router is alive. Handled by the link, not by the node's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainCommand:
-    """Drain the node, or serve again. The link handles this, not the node's loop.
+    """Command to drain the node or to serve again. Handled by the link, not by the node's loop.
 
     Attributes:
         stop: whether to end the process once it is drained.
@@ -417,17 +423,17 @@ class DrainCommand:
 
 @dataclass(frozen=True, slots=True)
 class DrainSeen:
-    """Tell a draining node that this router places no more requests there. Handled by the link."""
+    """Confirmation to a draining node: this router sends no more requests. Handled by the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendKVSnapshot:
-    """Send a snapshot of the prefix cache, and all later changes."""
+    """Command to report all blocks in the prefix cache now, and all later changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """Ask the node an operator's question. The link handles this, not the node's loop.
+    """An operator's question to the node. Handled by the link, not by the node's loop.
 
     Attributes:
         call_id: identifies the call on this link.
@@ -459,13 +465,13 @@ RouterCommand = (
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """End every request that a router placed here. The link makes this command when it breaks."""
+    """Command to end every request that a router placed here. A broken link makes this command."""
 
     reason: str
     router_id: str = ""
 
     def concerns(self, request_id: str) -> bool:
-        """Return whether the command's router placed a request, given its id on nodes."""
+        """Return whether the command's router placed the request with this id."""
         return split_request_id(request_id)[1] == self.router_id
 
 
@@ -476,7 +482,7 @@ def scoped_id(request_id: str, tenant: str) -> str:
     """Return an id that is unique among tenants, from a request id and its tenant.
 
     Clients choose request ids, and a tenant must not reach another's request by guessing its id.
-    Without tenants, this is the client's id.
+    If there are no tenants, the result is the client's id.
     """
     if not tenant:
         return request_id

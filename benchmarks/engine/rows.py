@@ -1,4 +1,4 @@
-"""Rows of the page about the engine: scheduler, steps, sampling, drafts."""
+"""Rows of docs/performance.md about the engine: scheduler, steps, sampling, drafts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ STABILITY = Source(
 def _drafts(
     part: str, name: str, batch: int = 1, target: str = "", holds_back: str = "", how: str = ""
 ) -> Row:
-    """Make the row of a comparison; a row whose tokens differ misses every target."""
+    """Make the row of a comparison with and without drafts; different tokens miss its target."""
 
     def measure(document: Json) -> Found:
         row = at(document, "parts", part, "rows", f"name={name}{how}, batch={batch}")

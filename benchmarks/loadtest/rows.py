@@ -1,4 +1,4 @@
-"""Rows of the page about load tests, and about what other programs say of Baton."""
+"""Rows of docs/performance.md about load tests, and about other programs' results on Baton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 
 def _shown(metric: str, name: str, unit: str, target: str = "") -> Row:
-    """Return a row whose verdict is an interval of differences, which must not contain 0."""
+    """Return a row that passes if an interval of differences does not contain 0."""
     scale = 1e3 if unit == "ms" else 1.0
 
     def measure(document: Json) -> Found:

@@ -1,4 +1,4 @@
-"""Rows of the page about one router: CPU, memory, index of prefixes, HTTP."""
+"""Rows of docs/performance.md about a router: CPU, memory, prefix index, HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 
 def _rates(document: Json, subject: str, offered: int | str, name: str) -> float:
-    """Return a figure's mean over all rounds."""
+    """Return the mean of a figure over all rounds of a subject."""
     rows = [
         row
         for row in at(document, "rates")

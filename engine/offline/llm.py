@@ -1,6 +1,6 @@
 """LLM: the engine in one process, without a network.
 
-Prefill and decode nodes must together give the same tokens as this class.
+A prefill node and a decode node together must give the same tokens as this class.
 
 from baton import LLM
 LLM("examples/demo_model").generate(["def read_config(path):"])
@@ -74,7 +74,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _NamedAdapter:
-    """The adapter registered under one name."""
+    """The adapter that is registered under one name, and the source of its files."""
 
     digest: AdapterDigest
     folder: Path
@@ -82,20 +82,20 @@ class _NamedAdapter:
 
 
 class LLM:
-    """Completes prompts offline.
+    """Completes prompts in this process, without a server.
 
     Args:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         adapters: LoRA adapters to load, by name; see `load_adapter`.
-        pooling: pooling method of `embed`, `score` and `classify`: auto (as the checkpoint's files
-            say), none, last, mean, cls or rerank.
+        pooling: how `embed`, `score` and `classify` pool hidden states: auto (as the checkpoint's
+            files say), none, last, mean, cls or rerank.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
         ModelLoadError: the model cannot be found or loaded.
         ConfigError: an option is wrong.
-        AdapterError: an adapter's files are wrong, or do not fit the model.
+        AdapterError: an adapter's files are malformed, or do not fit the model.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Offline, only throughput matters, so prompts are not chunked for the sake of decode
-        # latency.
+        # Offline, only throughput matters, so prompts are not cut into chunks to keep decode steps
+        # short.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         if not isinstance(adapters, Mapping):
             problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
@@ -131,9 +131,9 @@ class LLM:
         except BaseException:
             self.engine.close()
             raise
-        # Open requests' answers, by request id.
+        # Answers of open requests, by request id.
         self._answers: dict[str, Answer | PooledAnswer] = {}
-        self._numbers = itertools.count(1)  # counter of prompts, for request ids
+        self._numbers = itertools.count(1)  # a number per prompt, for its request ids
         self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._dead = False
 
@@ -146,20 +146,20 @@ class LLM:
         priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete each prompt.
+        """Complete each prompt, and wait until all are complete.
 
         Args:
             prompts: texts, lists of token ids, or prompts with images (`ImagePrompt`); one or many.
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
-            priority: order among requests, for all prompts or one per prompt: smaller goes first.
-                Needs ``scheduling_policy="priority"``. Priorities do not change any token.
+            priority: priority of all prompts, or one per prompt: requests with smaller values run
+                first. Needs ``scheduling_policy="priority"``. Priorities do not change any token.
             progress: show a progress bar on standard error.
 
         Returns:
-            Completions in prompt order; those of one prompt (``SamplingParams.n``) are side by
-            side. ``text`` is empty for a checkpoint without a tokenizer. A completion ends with
-            ``ABORT`` if its structured output and its bans allow no further token.
+            Completions in the order of prompts; the outputs of one prompt (``SamplingParams.n``)
+            are adjacent. ``text`` is empty for a checkpoint without a tokenizer. A completion ends
+            with ``ABORT`` if its structured output and its banned tokens allow no further token.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
@@ -233,10 +233,10 @@ class LLM:
 
         Args:
             inputs: texts or lists of token ids; one or many.
-            prompt_name: name of the checkpoint's prompt to put before each text, such as ``query``;
-                None: the default prompt; empty: no prompt.
-            dimensions: size to truncate each embedding to; truncated embeddings are normalized
-                again.
+            prompt_name: name of one of the checkpoint's prompts (such as ``query``), which is put
+                before each text; None: the default prompt; empty: no prompt.
+            dimensions: number of values that each embedding is truncated to; truncated embeddings
+                are normalized again.
             adapter: name of a loaded adapter.
 
         Raises:
@@ -256,13 +256,13 @@ class LLM:
         instruction: str = "",
         adapter: str = "",
     ) -> list[Score]:
-        """Return the relevance of documents to queries: one query for all documents, or one each.
+        """Return the relevance of each document to its query; one query may serve all documents.
 
-        A reranker, or a classification head with one label, judges pairs. For an embedding model, a
-        score is the cosine of two embeddings.
+        A reranker, or a classification head with one label, reads query and document together. For
+        an embedding model, a score is the cosine of the two embeddings.
 
         Args:
-            instruction: for rerankers, the task description; empty: the checkpoint's default.
+            instruction: description of the task for rerankers; empty: the checkpoint's default.
 
         Raises:
             InvalidRequestError: the model does not make scores, or a text is outside its limit.
@@ -287,14 +287,14 @@ class LLM:
         return self._pooling.setup
 
     def adapter_digest(self, name: str) -> AdapterDigest:
-        """Return the digest of an adapter by name.
+        """Return the digest of the adapter that a name refers to.
 
         An empty name means the base model, whose digest is empty.
         """
         return self._named(name).digest if name else NO_ADAPTER
 
     def begin_pooled(self, answers: Sequence[PooledAnswer]) -> None:
-        """Submit pooled requests of one adapter to the engine, and load the adapter if needed.
+        """Submit pooled requests of one adapter to the engine; first load the adapter if needed.
 
         Raises:
             AdapterError: the adapter's files have changed since they were first read.
@@ -326,7 +326,7 @@ class LLM:
     ) -> list[list[BeamCompletion]]:
         """Return each prompt's ``beam_width`` best outputs, best first; see `BeamSearchParams`.
 
-        The tokens equal those of `transformers`' ``generate(num_beams=beam_width,
+        The tokens equal those that `transformers` returns for ``generate(num_beams=beam_width,
         do_sample=False)``. Each step reuses the beams' KV from the prefix cache; without a prefix
         cache, each step recomputes the beams, with the same result.
 
@@ -375,7 +375,8 @@ class LLM:
             pinned: whether the adapter is never unloaded to free a slot.
 
         Raises:
-            AdapterError: there is no adapter, its files are wrong, or do not fit the model.
+            AdapterError: ``source`` has no adapter, or its files are malformed or do not fit the
+                model.
             OverloadedError: all adapters in memory are in use or pinned.
         """
         _check_adapter_name(name)
@@ -394,7 +395,7 @@ class LLM:
         return adapter.digest
 
     def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for an adapter; it is unloaded when its last request ends.
+        """Refuse new requests for an adapter, and unload it when its last request ends.
 
         Raises InvalidRequestError if no adapter has this name.
         """
@@ -403,9 +404,9 @@ class LLM:
         self._let_adapter_leave(digest)
 
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
-        """Unload an adapter unless another name still refers to it."""
+        """Unload the adapter with this digest, unless another name still refers to it."""
         is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self.engine.adapters.digests:  # already unloaded otherwise
+        if not is_named and digest in self.engine.adapters.digests:  # else it is unloaded already
             self.engine.adapters.unload(digest)
 
     def _named(self, name: str) -> _NamedAdapter:
@@ -417,7 +418,7 @@ class LLM:
         return found
 
     def _load_named(self, names: set[str]) -> None:
-        """Reload the named adapters whose slots went to others; an empty name means the base model.
+        """Load those of the named adapters that were evicted; an empty name means the base model.
 
         Raises:
             InvalidRequestError: no adapter has one of the names.
@@ -444,7 +445,7 @@ class LLM:
         adapter: str = "",
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """Complete one prompt, piece by piece; leaving the loop aborts the request.
+        """Complete one prompt, piece by piece; closing the iterator aborts the request.
 
         The pieces of several outputs (``SamplingParams.n``) are interleaved. Raises
         InvalidRequestError on the first iteration.
@@ -461,24 +462,24 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # pieces that were made while another stream was read
+            for answer in answers:  # made while another stream was read
                 yield from answer.take_unread()
         finally:
             for request in requests:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
-                self._step()  # end the step in flight
+                self._step()  # else no later call may end this step
 
     @property
     def weights(self) -> str:
-        """Return the version of the weights in use: the digest of their files."""
+        """Return the version of the weights in use, which is the digest of their files."""
         return self.served_weights.digest
 
     def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
         """Replace the weights by others of the same model; return the new weights' version.
 
         Afterwards, tokens are the same as from a new `LLM` with these weights. Before anything
-        changes, all names, shapes and dtypes are checked, and all numbers must be finite. The
+        changes, all names, shapes and dtypes are checked, and all weights must be finite. The
         prefix cache is emptied, and adapters are read again when needed. During the change, memory
         holds old and new weights.
 
@@ -504,7 +505,7 @@ class LLM:
         self.is_paused = True
 
     def resume(self) -> None:
-        """End a pause."""
+        """End a pause: later calls compute again."""
         self.is_paused = False
 
     def sleep(self, level: str = "host", *, when: str = "drain") -> None:
@@ -534,11 +535,11 @@ class LLM:
             self.served_weights.use()
 
     def metrics(self) -> EngineMetrics:
-        """Return the engine's metrics."""
+        """Return the metrics of the engine."""
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
-        """Wait until new weights are loaded and checked; drop them if they cannot be used."""
+        """Load and check new weights, and wait for both; drop the weights if one fails."""
         try:
             begin()
         except BaseException:
@@ -553,7 +554,7 @@ class LLM:
             raise
 
     def _end_open(self, how: WhenOpen) -> None:
-        """End all open requests, and the step in flight."""
+        """Let all open requests finish, or end them; then end the step in flight."""
         if how is WhenOpen.ABORT:
             for request_id in list(self._answers):
                 self.abort_answer(request_id)
@@ -570,13 +571,13 @@ class LLM:
             raise InvalidRequestError("engine", f"is {state}; call {remedy}() first")
 
     def check_drains(self, how: WhenOpen) -> None:
-        """Raise InvalidRequestError if ``how`` waits for open requests of a paused engine."""
+        """Raise InvalidRequestError if ``how`` would wait for requests of a paused engine."""
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
-        """Submit a prompt's requests to the engine."""
+        """Submit the requests of one prompt to the engine; return their answers, still empty."""
         answers = []
         for index, request in enumerate(choices):
             answer = Answer(
@@ -588,7 +589,7 @@ class LLM:
             )
             self._answers[request.request_id] = answer
             answers.append(answer)
-        if choices[0].awaits_grammar:  # siblings cannot share a grammar that is not compiled yet
+        if choices[0].awaits_grammar:  # siblings cannot share an uncompiled grammar
             for request in choices:
                 self.engine.add_request(request)
             return answers
@@ -597,12 +598,12 @@ class LLM:
         return answers
 
     def _end(self, request_id: str) -> None:
-        """Forget a request, and abort it unless it has ended."""
+        """Drop the answer of a request, and abort the request unless it has ended."""
         self._answers.pop(request_id, None)
         self.engine.abort(request_id)
 
     def abort_answer(self, request_id: str) -> None:
-        """End a request with the tokens so far; do nothing if it has ended."""
+        """End a request with the tokens that it has so far; do nothing if it has ended."""
         answer = self._answers.get(request_id)
         if answer is not None:
             answer.end_early()
@@ -622,7 +623,7 @@ class LLM:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
             result = self.engine.step()
-        except Exception as error:  # outermost handler
+        except Exception as error:  # any error ends the engine
             self._dead = True
             path = dump_crash(self.engine, error)
             raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
@@ -631,7 +632,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # a request that was submitted to the engine directly
+            if answer is None:  # a caller submitted the request to the engine itself
                 continue
             answer.on_delta(output)
             if answer.ended:
@@ -640,7 +641,7 @@ class LLM:
         return num_ended
 
     def _end_failed(self) -> int:
-        """Abort requests that cannot continue; return how many."""
+        """Abort the requests that the engine cannot continue; return how many it aborted."""
         num_ended = 0
         for request_id, error in self.engine.take_failures():
             answer = self._answers.pop(request_id, None)
@@ -751,7 +752,7 @@ def _is_conversation(value: object) -> bool:
 
 @contextmanager
 def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if asked for; yield a function that advances the bar."""
+    """Show a progress bar if ``shown``; yield a function that advances the bar."""
     if not shown:
         yield lambda num: None
         return
@@ -762,7 +763,7 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]
 
 
 def without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
-    """Return inputs for pooling as a list; raises InvalidRequestError for prompts with images."""
+    """Return a pooling method's inputs as a list; raises InvalidRequestError for images."""
     listed = [one for one in as_list(inputs) if not isinstance(one, Mapping)]
     if len(listed) < len(as_list(inputs)):
         raise InvalidRequestError("inputs", "must be texts or token ids, got images")
@@ -778,7 +779,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _check_adapter_name(name: object) -> None:
-    """Raise InvalidRequestError for a name that is empty, too long or not printable."""
+    """Raise InvalidRequestError if a name is empty, too long or not printable."""
     if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable()):
         problem = f"must have a name of 1 to {_MAX_NAME_CHARS} printable characters"
         raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")

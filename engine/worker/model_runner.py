@@ -38,13 +38,13 @@ class ModelRunner:
         sampler: draws tokens.
         extras: encodes images, pools prompts, and makes drafts.
         ranks: the ranks that share the model; the leader samples for all ranks.
-        sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
-            step may be launched before the planner knows these tokens.
+        sends_tokens: whether the leader sends its sampled tokens to the other ranks, as is needed
+            if a step may be launched before the planner knows these tokens.
         num_steps: maximum number of steps in flight, equal to that of the input batch.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
-        extras: see the arguments.
+        extras: the argument, unchanged.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class ModelRunner:
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
         self._ranks = ranks
         self._sends_tokens = sends_tokens and ranks.everyone.size > 1
-        self._rows_to_receive: Tensor | None = None  # rows whose sampled tokens only the leader has
+        self._rows_to_receive: Tensor | None = None  # rows whose tokens the leader must send
         self._device = device = input_batch.device
-        self._sampled = deque(  # host buffers for the tokens of steps in flight
+        self._sampled = deque(  # host buffers, one per step in flight
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
@@ -75,15 +75,14 @@ class ModelRunner:
         )
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
-        """Compute the planned tokens; return once their KV is in the cache."""
+        """Compute a planned step; return its result once the KV is in the cache."""
         return self.launch(self.prepare(plan), hooks).wait()
 
     def prepare(self, plan: StepPlan, *, eager: bool = False) -> AnyPreparedStep:
-        """Write a step's inputs into the rows and buffers.
+        """Write the inputs of a step into rows and buffers; return the step for `launch`.
 
         Args:
-            eager: whether `launch` will get an ``after_layer`` callback, so that no graph can be
-                replayed.
+            eager: whether `launch` gets an ``after_layer`` callback, which no graph supports.
         """
         batch = self._input_batch
         prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
@@ -93,7 +92,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive tensors still sent to this runner, which the next runner would read otherwise."""
+        """Receive tensors that were sent to this runner, which the next runner would read."""
         self._receive_tokens()
 
     @torch.inference_mode()
@@ -109,14 +108,14 @@ class ModelRunner:
         graphs = self.decode_graphs.graphs
         assert graphs is not None
         assert hooks.after_layer is None, "the step was prepared for a replay"
-        self._receive_tokens()  # the replay may read tokens that the leader sampled before
+        self._receive_tokens()  # tokens that the replay may read
         hidden, token_ids = graphs.replay(prepared)
         if not self._sampler.needs_host(prepared.sampling):
             launched = self._launched_step(prepared, token_ids, {}, started_at)
             return self.extras.draft(launched, hidden, hooks)
-        # Compute all logits again, which is rare: keeping them would take memory in every step.
+        # Compute all logits again: this is rare, and keeping them would take memory in every step.
         logits = self._model.compute_logits(hidden)
-        if not self._ranks.leads:  # only the leader has the grammars' masks
+        if not self._ranks.leads:  # only the leader has grammars' masks
             if self._sends_tokens:
                 token_ids = token_ids.new_empty(prepared.num_requests)
                 self._ranks.everyone.receive(token_ids, self._ranks.leader)
@@ -143,7 +142,7 @@ class ModelRunner:
     def _sample(
         self, prepared: PreparedStep, hidden_states: Tensor, hooks: StepHooks, started_at: float
     ) -> LaunchedStep:
-        """Sample from an eager step's hidden states, `[num_tokens, hidden_size]`."""
+        """Sample from the hidden states of an eager step, `[num_tokens, hidden_size]`."""
         inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         sampling = prepared.sampling
         if not self._ranks.leads and sampling.request_ids and self._sends_tokens:
@@ -164,13 +163,13 @@ class ModelRunner:
         logits = self._model.compute_logits(last, spans)
         if not self._ranks.leads:
             if self._device.type == "cuda":
-                # NCCL's first send waits for its receiver, which may never get another step.
+                # With NCCL, the first send waits for the receiver, so receive the tokens now.
                 self._receive_tokens()
             return self._launched_step(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
             launched = self._launched_step(prepared, token_ids, prompt_logprobs, started_at)
-            token_ids = token_ids.clamp(min=0)  # valid ids, because the next step embeds them
+            token_ids = token_ids.clamp(min=0)  # the next step embeds valid ids only
         else:
             launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at
@@ -180,18 +179,18 @@ class ModelRunner:
         return self.extras.draft(launched, hidden_states, hooks)
 
     def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
-        """Return the logits of some rows of the hidden states, `[n, vocab_size]`."""
+        """Return the logits of the given rows of the hidden states, `[n, vocab_size]`."""
         return self._model.compute_logits(hidden[rows.start : rows.stop], inputs.adapters_of(rows))
 
     def _send_tokens(self, token_ids: Tensor) -> None:
-        """Send the leader's sampled tokens to the other ranks, if the ranks need the tokens."""
+        """Send the leader's sampled tokens to the other ranks, if ``sends_tokens``."""
         if self._sends_tokens:
             for rank in range(self._ranks.everyone.size):
                 if rank != self._ranks.leader:
                     self._ranks.everyone.send(token_ids, rank)
 
     def _receive_tokens(self) -> None:
-        """Receive the tokens that the leader sampled last, unless they were received already."""
+        """Receive the tokens that the leader sampled last, unless they are here already."""
         rows, self._rows_to_receive = self._rows_to_receive, None
         if rows is not None:
             token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -205,7 +204,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """Queue the copy of the sampled tokens to the host; return the launched step."""
+        """Queue the copy of sampled tokens from device to host; return the launched step."""
         on_host = None
         if token_ids is not None:
             self._sampled.rotate(-1)
@@ -227,7 +226,7 @@ class ModelRunner:
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
-        """Sample on the host; return the finished step, and the tokens on the device."""
+        """Sample on the host; return the finished step, and its tokens on the device."""
         sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
             logits, sampling, hooks, prompt_logprobs, self.extras.draft_distributions

@@ -1,7 +1,7 @@
-"""The ops that a model may call; ``baton_kernels.dispatch`` chooses implementations.
+"""The ops (kernels) that a model may call; ``baton_kernels.dispatch`` chooses implementations.
 
-Each op is defined by its namesake in ``baton_kernels.reference``; ``baton_kernels.ops`` has the
-signatures. Refuses to know: models, requests, what tensors mean.
+``baton_kernels.reference`` defines each op in a function of the same name; ``baton_kernels.ops``
+has the signatures. Refuses to know: models, requests, what tensors mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton_kernels.state_metadata import StateMetadata
 
 
 class _OpsByDevice:
-    """``Ops`` that call the fastest ops for the device of their first tensor."""
+    """``Ops`` whose functions call the fastest implementation for their first tensor's device."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(first: Tensor | PackedWeight, *others: Any, **options: Any) -> Any:

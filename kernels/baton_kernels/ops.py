@@ -1,4 +1,4 @@
-"""Ops: the signatures of all ops, for type checkers; each implementation has all of them."""
+"""Ops: the signatures of all ops, for type checkers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton_kernels.state_metadata import StateMetadata
 
 
 class Ops(Protocol):
-    """A set of ops; ``baton_kernels.reference`` defines each op under the same name."""
+    """The interface of an implementation of all ops, which ``baton_kernels.reference`` defines."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

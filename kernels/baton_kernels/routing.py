@@ -10,25 +10,25 @@ from enum import Enum
 
 
 class Scoring(Enum):
-    """Functions that turn a router's logits into scores, in the order of route.c."""
+    """Functions that turn a router's logits into scores, numbered as in route.c."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
-    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # experts are chosen by their logits
+    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # chosen by their logits, without other experts
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A rule that chooses and weights each token's experts.
+    """The rule by which each token's experts are chosen and weighted.
 
     Attributes:
-        top_k: experts per token.
+        top_k: number of experts per token.
         scoring: function that turns logits into scores.
         normalize: whether the weights of a token's experts are divided by their sum.
-        scale: factor of the weights.
+        scale: factor of the weights of a token's experts.
         num_groups: number of equal groups of experts; if more than one, groups are chosen before
             experts (DeepSeek-AI, arXiv:2405.04434).
-        top_groups: groups from which a token's experts are chosen.
+        top_groups: number of groups from which a token's experts are chosen.
         group_best: a group's score is the sum of this many best scores of its experts.
     """
 

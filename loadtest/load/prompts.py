@@ -1,4 +1,4 @@
-"""Planned prompts: random token ids drawn by a seed, or the messages of a data set."""
+"""Planned prompts: token ids drawn with a seed, or messages of a data set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_text(messages: tuple[Message, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Token ids drawn with a text as seed: equal texts give equal tokens."""
+    """A part of a prompt: token ids drawn with the text ``seed``; equal seeds give equal tokens."""
 
     seed: str
     num_tokens: int
@@ -35,7 +35,7 @@ class DrawnTokens:
 
 @dataclass(frozen=True, slots=True)
 class DrawnPrompt:
-    """Token ids in parts; prompts that begin with equal parts begin with equal tokens."""
+    """A prompt of drawn parts; prompts that begin with equal parts begin with equal tokens."""
 
     parts: tuple[DrawnTokens, ...]
 
@@ -45,7 +45,7 @@ class DrawnPrompt:
 
     @property
     def sizes(self) -> list[tuple[object, int]]:
-        """The parts, each with its length in tokens."""
+        """The prompt's parts, each with its length in tokens."""
         return [(part, part.num_tokens) for part in self.parts]
 
     def make(self, vocab_size: int) -> list[int]:
@@ -59,7 +59,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompt:
-    """Messages of a data set; only the server knows how many tokens they have."""
+    """A prompt of a data set's messages; only the server knows how many tokens they have."""
 
     messages: tuple[Message, ...]
 
@@ -69,7 +69,7 @@ class WrittenPrompt:
 
     @property
     def sizes(self) -> list[tuple[object, int]]:
-        """The messages, each with its length in characters."""
+        """The prompt's messages, each with its length in characters."""
         return [(message, len(message.content)) for message in self.messages]
 
     def make(self, vocab_size: int) -> tuple[Message, ...]:
@@ -78,7 +78,7 @@ class WrittenPrompt:
 
 
 def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
-    """Make a prompt with the tokens that `traces.prompt_token_ids` draws."""
+    """Plan a trace request's prompt, with the tokens that `traces.prompt_token_ids` would draw."""
     left = request.input_length
     parts = []
     for hash_id in request.hash_ids:
@@ -88,16 +88,16 @@ def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
 
 
 class SharedBeginnings:
-    """Finds the beginnings that a load's prompts share on purpose, in order of sending."""
+    """Finds, in the order of sending, the beginnings that prompts of one load have in common."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
-        """Return the fraction of a prompt that also begins an earlier prompt; remember the prompt.
+        """Return which share of a prompt an earlier prompt also begins with; remember the prompt.
 
-        Parts with the same seed and different lengths also begin alike. Equal beginnings are not
-        counted, because only the last blocks of traces differ in length.
+        Two parts with the same seed but different lengths also begin with equal tokens. Such tokens
+        are not counted, because only the last blocks of a trace's prompts can differ in length.
         """
         sizes = prompt.sizes
         begins_alike = True

@@ -1,7 +1,7 @@
-"""Deployment: the shape of a deployment, as `baton loadtest compare` writes it.
+"""Deployment: how many nodes of which role a deployment has, and the notation for it.
 
-colocated:2   two nodes that both compute prompts and decode, in chunks
-1:1           a prefill and a decode node; the decode node does not compute prompts
+colocated:2   two nodes that both prefill (in chunks) and decode
+1:1           a prefill node and a decode node; the decode node does not compute prompts
 1:1+local     like 1:1, but the router may let the decode node compute a prompt
 """
 
@@ -18,7 +18,7 @@ _SHAPE = re.compile(r"colocated:(?P<num>\d{1,4})|(?P<p>\d{1,4}):(?P<d>\d{1,4})(?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A deployment's shape, as described above."""
+    """The numbers of a deployment's nodes by role (the module's docstring shows the notation)."""
 
     name: str
     num_prefill: int
@@ -31,7 +31,7 @@ class Deployment:
 
     @classmethod
     def parse(cls, text: str) -> Deployment:
-        """Parse a shape in NOTATION; raises ConfigError."""
+        """Parse a text in `NOTATION`; raises ConfigError."""
         match = _SHAPE.fullmatch(text)
         numbers = [int(one) for one in match.group("num", "p", "d") if one] if match else [0]
         if match is None or min(numbers) < 1:

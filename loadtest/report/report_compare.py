@@ -1,4 +1,4 @@
-"""Reports of a comparison: a table of 80 columns, the verdict in words, JSON."""
+"""Reports of a comparison: a table of 80 columns, the verdict in words, and JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def print_comparison(comparison: Comparison, values: Values, console: Console) -> None:
-    """Print the means over all repeats with their 95 % intervals."""
+    """Print a table of the deployments' means over all repeats, with 95 % intervals."""
     table = empty_table("mean, 95 % interval")
     for title, _, _ in _COLUMNS.values():
         table.add_column(title, justify="right")
@@ -68,7 +68,7 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
 
 
 def _interval(metric: str, values: Sequence[float]) -> Interval | None:
-    """Return the confidence interval of a metric's mean; a share's interval ends at 1 at most."""
+    """Return the mean of a metric and its interval; a share's interval ends at 1 at most."""
     most = 1.0 if metric == "attainment" else math.inf
     return mean_interval(values, most=most) if values else None
 
@@ -84,7 +84,7 @@ def _cell(metric: str, values: Sequence[float], scale: float, form: str) -> str:
 
 
 def verdict_lines(verdict: Verdict | None) -> list[str]:
-    """Format whether to disaggregate and how, then the effects on latencies."""
+    """Return lines that say whether to disaggregate, how, and what this does to latencies."""
     if verdict is None:
         return ["no verdict: fewer than two whole repeats"]
     split, colocated = verdict.split, verdict.colocated
@@ -118,7 +118,7 @@ def _signed(found: Interval, scale: float = 1.0) -> str:
 def comparison_to_json(
     comparison: Comparison, trials: Sequence[Trial], target_options: Document
 ) -> Document:
-    """Convert all runs, the values compared, and the verdict."""
+    """Convert a comparison to JSON: all runs, the compared values, and the verdict."""
     values = values_of(comparison.deployments, trials)
     verdict = judge_comparison(comparison.deployments, values)
     runs = [result_to_json(trial.result, target_options) for trial in trials]

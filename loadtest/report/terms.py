@@ -1,4 +1,4 @@
-"""Names, order and meanings of figures in reports."""
+"""Names, order and explanations of the figures in reports."""
 
 LATENCY_NAMES = {
     "ttft_s": "TTFT",
@@ -25,14 +25,14 @@ LATENCY_NAMES = {
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
 }
-FIRST_STAGE = "accept_s"  # figures from here on are parts of the time, from receipts
-# Consecutive parts up to token 1, which sum to the server's TTFT.
+FIRST_STAGE = "accept_s"  # latencies from here on are parts of a request's time, from receipts
+# The consecutive parts of a request's time up to token 1, which add up to the server's TTFT.
 TTFT_PARTS = (
     "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s", "decode_prompt_s",
     "delivery_s",
 )  # fmt: skip
 
-# Meanings of a report's rates, which are printed beside them.
+# Explanations of a report's rates, which are printed beside the rates.
 RATE_MEANINGS = {
     "asked_per_s": "requests scheduled in the window, over its length",
     "requests_per_s": "requests scheduled there that ended well, over the window's length or, if "

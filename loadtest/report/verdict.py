@@ -1,8 +1,8 @@
-"""Verdict: whether to disaggregate, and how, from the results of a comparison.
+"""Verdict: decides from a comparison's results whether to disaggregate, and how.
 
-Goodput decides. All deployments get the same requests in a repeat, so differences are computed per
-repeat. The mean of the differences has a confidence interval; if the interval contains 0, nothing
-is decided.
+The goodput of the best split and the best colocated deployment decides. All deployments get the
+same requests in a repeat, so their difference is computed per repeat. If the confidence interval of
+the mean difference contains 0, nothing is decided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from loadtest.load.shapes import Deployment
 from loadtest.report.confidence import Interval, mean_interval
 from loadtest.report.summary import Summary
 
-# Values to compare; None if a run lacks the value.
+# The metrics to compare, each with a function that returns a run's value; None: the run has no
+# value.
 METRICS: dict[str, Callable[[Summary], float | None]] = {
     "goodput_per_s": lambda s: s.goodput_per_s,
     "attainment": lambda s: s.attainment,
@@ -29,14 +30,17 @@ METRICS: dict[str, Callable[[Summary], float | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The comparison of split and colocated deployments.
+    """The result of comparing split with colocated deployments.
 
     Attributes:
         answer: disaggregate, colocate or undecided.
-        split, colocated: names of the best of each kind: highest mean goodput, then lowest ITL p99.
-        differences: split minus colocated over the repeats, by metric.
-        ratios: mean of split divided by mean of colocated, by metric; None if colocated has 0.
-        holding_none: deployments without any goodput in every repeat.
+        split, colocated: names of the best deployment of each kind: the highest mean goodput; if
+            equal, the lowest ITL p99.
+        differences: by metric, the mean of split minus colocated over the repeats, with its
+            interval.
+        ratios: by metric, the mean of split divided by the mean of colocated; None if the latter is
+            0.
+        holding_none: names of deployments that had a goodput of 0 in all repeats.
     """
 
     answer: str
@@ -51,9 +55,9 @@ Values = dict[str, dict[str, dict[int, float]]]
 
 
 def values_of(deployments: Sequence[Deployment], trials: Sequence[Trial]) -> Values:
-    """Collect values by deployment, metric and repeat, from repeats that all deployments played.
+    """Collect values by deployment, metric and repeat, if all deployments played the repeat.
 
-    A deployment that held no rate has a goodput of 0, and no latencies to compare.
+    A deployment that held no rate in a search has a goodput of 0, and no latencies to compare.
     """
     found = {(trial.deployment.name, trial.repeat): trial for trial in trials}
     repeats = sorted(
@@ -81,7 +85,7 @@ def _value(metric: str, trial: Trial) -> float | None:
 
 
 def judge_comparison(deployments: Sequence[Deployment], values: Values) -> Verdict | None:
-    """Judge a comparison; None with fewer than two repeats."""
+    """Judge a comparison by its values; None with fewer than two repeats."""
     if any(len(values[one.name]["goodput_per_s"]) < 2 for one in deployments):
         return None
 

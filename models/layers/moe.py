@@ -1,6 +1,6 @@
 """A mixture of experts in place of a layer's MLP: a router, routed experts and shared experts.
 
-Refuses to know: how tokens are sorted, the names in checkpoints.
+Refuses to know: how kernels sort tokens by expert, the names in checkpoints.
 """
 
 from __future__ import annotations
@@ -25,31 +25,39 @@ from models.recipe import RELU2, ExpertsSpec
 
 
 class AdaptedMix(Protocol):
-    """Computes the experts of a layer that has adapters."""
+    """The computation of a layer's experts when tokens of the step use adapters of the experts."""
 
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """Apply each token's experts to ``[num_tokens, width]``; add the shared experts' result."""
+        """Return the weighted sum of each token's experts, plus the shared experts' result.
+
+        Args:
+            x: ``[num_tokens, width]``.
+            ids: ``[num_tokens, top_k]``, each token's experts.
+            weights: ``[num_tokens, top_k]``, the experts' weights.
+            shared: the shared experts' result, shaped like ``x``; None: there is none to add.
+            gate: ``[num_tokens, 1]``, logits whose sigmoid scales ``shared``; None: not scaled.
+        """
         ...
 
 
 class SparseMoe(Computing):
-    """A mixture of experts: a token uses few of many MLPs (Shazeer et al., arXiv:1701.06538).
+    """A mixture of experts: each token uses a few of many MLPs (Shazeer et al., arXiv:1701.06538).
 
-    The weights of all experts are one parameter, to be packed and multiplied together.
+    All experts' weights are one parameter, so that one kernel call can compute all experts.
 
     Args:
-        spec: the experts.
+        spec: shape and options of the experts.
         hidden_size: size of input and output.
 
     Attributes:
-        invariant: whether a token's results may not depend on other tokens, even on a GPU.
-        adapted: replaces `mix` if the layer has adapters; None: it has none.
+        invariant: whether a token's result must have equal bits in every batch, also on a GPU.
+        adapted: computes instead of `mix` in a step with adapters; None: use `mix`.
         width: size of the experts' input and output.
         inner_size: intermediate size of an expert.
-        num_halves: parts of an expert's first layer: 2 for gates and ups, 1 for ups alone.
-        activation: see ``ops.experts``.
+        num_halves: projections in an expert's first layer: 2 (gate and up), or 1 (up alone).
+        activation: the experts' activation, as ``ops.experts`` names it.
     """
 
     float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
@@ -72,7 +80,7 @@ class SparseMoe(Computing):
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
-        # Width of the experts' input and output: that of the residual stream, or of a projection.
+        # The experts read and write the residual stream's size, or a smaller size (latents).
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None
@@ -100,7 +108,7 @@ class SparseMoe(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: ranks divide each expert's columns; all ranks route."""
+        """Keep this rank's part of every expert's inner size; call before weights are loaded."""
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)
@@ -111,7 +119,7 @@ class SparseMoe(Computing):
             self.shared_expert.shard(rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
+        """Route each token to its experts, and return the mixture's results, shaped like ``x``."""
         ids, weights = self.ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
@@ -130,7 +138,15 @@ class SparseMoe(Computing):
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """Apply each token's experts to ``[num_tokens, width]``; add the shared experts' result."""
+        """Return the weighted sum of each token's experts, plus the shared experts' result.
+
+        Args:
+            x: ``[num_tokens, width]``.
+            ids: ``[num_tokens, top_k]``, each token's experts.
+            weights: ``[num_tokens, top_k]``, the experts' weights.
+            shared: the shared experts' result, shaped like ``x``; None: there is none to add.
+            gate: ``[num_tokens, 1]``, logits whose sigmoid scales ``shared``; None: not scaled.
+        """
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return self.ops.packed_experts(

@@ -1,7 +1,7 @@
-"""NodeCollector: a node's metrics for Prometheus, read at each scrape.
+"""NodeCollector: a node's metrics for Prometheus, which are read at each scrape.
 
-Metrics take no time from steps. Only the ledger is read on the engine's thread, between two steps;
-a node that is stuck in a step answers without the ledger. Refuses to know: peers, HTTP.
+Reading metrics does not delay steps. Only the ledger is read on the engine's thread, between two
+steps; a node that is stuck in a step answers without the ledger. Refuses to know: peers, HTTP.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from baton.telemetry.ledger import BlockOwner, Ledger
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 
-# Prometheus gives up after 10 s by default; no step of a healthy node takes as long as this
-# timeout.
+# Seconds that a scrape waits for the ledger: less than Prometheus's default of 10 s, and more than
+# a step of a healthy node takes.
 LEDGER_TIMEOUT_S = 2.0
 _Labels = Mapping[str, str]
 _NONE: _Labels = {}
 
 
 class TransferSource(Protocol):
-    """Where the scrape of any node gets its numbers from; all methods are thread-safe."""
+    """Interface that a scrape reads on any kind of node; all methods are safe from any thread."""
 
     def handoff_metrics(self) -> HandoffMetrics: ...
 
@@ -45,7 +45,7 @@ class TransferSource(Protocol):
 
 
 class MetricsSource(TransferSource, Protocol):
-    """Source of the numbers of a node with an engine."""
+    """Interface that a scrape reads on a node with an engine; safe from any thread."""
 
     def engine_metrics(self) -> EngineMetrics: ...
 
@@ -56,7 +56,7 @@ class TransferCollector(Collector):
     Args:
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
-        source: source of the numbers.
+        source: what a scrape reads.
         ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
     """
 
@@ -72,7 +72,7 @@ class TransferCollector(Collector):
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
-        return []  # registering the collector must not read the node
+        return []  # so that registering the collector reads nothing
 
     def _take_ledger(self) -> Ledger | None:
         call = self._transfers.ledger()
@@ -175,11 +175,11 @@ class TransferCollector(Collector):
     def _histogram(
         self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
     ) -> Metric:
-        """Return a histogram.
+        """Make a histogram of counted values.
 
         Args:
             bounds: upper limits of all buckets except the last.
-            counts: number of values in each bucket.
+            counts: number of values in each bucket, of which there is one more than ``bounds``.
             total: sum of all values.
         """
         family = HistogramMetricFamily(f"baton_{name}", text, labels=[*self._common])
@@ -214,12 +214,12 @@ class TransferCollector(Collector):
 
 
 class NodeCollector(TransferCollector):
-    """One node's metric families; docs/metrics.md lists them.
+    """The metric families of a node with an engine; docs/metrics.md lists them.
 
     Args:
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
-        source: source of the numbers.
+        source: what a scrape reads.
         ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
     """
@@ -382,7 +382,7 @@ class NodeCollector(TransferCollector):
         )
 
     def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:
-        """Return Baton's metrics under vLLM's names."""
+        """Return those of Baton's metrics that vLLM has, too, under vLLM's names."""
         engine = self._source.engine_metrics()
         used = 1 - engine.blocks_free / max(engine.blocks, 1)
         gauge, counter = self._gauge, self._counter
@@ -390,7 +390,7 @@ class NodeCollector(TransferCollector):
             ("num_requests_running", engine.requests_running),
             ("num_requests_waiting", engine.requests_waiting + engine.requests_parked),
             ("kv_cache_usage_perc", used),
-            ("gpu_cache_usage_perc", used),  # vLLM's older name
+            ("gpu_cache_usage_perc", used),  # name in older versions of vLLM
         ):
             yield name, gauge("x", "As vLLM's.", value)
         for name, value in (

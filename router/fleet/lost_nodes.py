@@ -29,7 +29,7 @@ RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """What became of a lost node: not known yet, it came back, or it died."""
+    """Fates of a lost node: not known yet, came back, or died."""
 
     OPEN = "open"
     RETURNED = "returned"

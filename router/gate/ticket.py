@@ -13,7 +13,7 @@ from baton.api.outputs import Receipt
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """What the gate knows about one request.
+    """Facts about one request that the gate knows.
 
     Attributes:
         request_id: the request's scoped id.

@@ -21,7 +21,7 @@ def _nothing_cached() -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteQuery:
-    """What a policy knows about the request that it must place.
+    """Facts about a request that a policy must place.
 
     Attributes:
         num_prompt_tokens: number of tokens of the prompt and of earlier attempts' output, which

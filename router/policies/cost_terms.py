@@ -34,7 +34,7 @@ LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
-    """What the costs of all places need to know about a request.
+    """Facts about a request that the costs of all places need.
 
     Attributes:
         cached: number of prompt tokens that a node has in its cache, by engine id.

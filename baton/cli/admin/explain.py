@@ -99,7 +99,7 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
 
 
 def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
-    """Return a line that compares a prompt's expected and measured times."""
+    """Return a line that compares the expected and the measured time of a prompt."""
     wait_ms, compute_ms = format_number(forecast.wait_ms), format_number(forecast.compute_ms)
     text = (
         f"prefill of {forecast.num_tokens} tokens: expected {wait_ms} ms of waiting "
@@ -112,7 +112,7 @@ def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
 
 
 def _columns(decision: admin_pb2.DecisionDescription) -> Table:
-    """Make a table with a column per term."""
+    """Make a table of the considered places, with a column per term of the cost."""
     terms = list(dict.fromkeys(term.name for one in decision.candidates for term in one.terms))
     titles = [name.replace("_", " ") for name in terms]
     table = make_table("prefill", "decode", "cost", *titles, right=("cost", *titles))
@@ -124,7 +124,7 @@ def _columns(decision: admin_pb2.DecisionDescription) -> Table:
 
 
 def _sentences(decision: admin_pb2.DecisionDescription) -> Table:
-    """Make a table with all terms in one column, without zeros."""
+    """Make a table of the considered places, with all nonzero terms of the cost in one column."""
     table = make_table("prefill", "decode", "cost", "made of", right=("cost",))
     for one in decision.candidates:
         parts = (

@@ -30,7 +30,7 @@ _FOR_NODES = (
     "speculative_model", "adapter_root",
 )  # fmt: skip
 _FOR_ENCODE_NODES = ("dtype",)
-_MAX_ADAPTERS = 8  # slots of each node if a folder of adapters is given
+_MAX_ADAPTERS = 8  # slots per node if a folder of adapters is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         num_decode=options.decode,
         num_encode=options.encode,
         router_args=[
-            # The last value of a repeated option counts.
+            # The user's arguments come last, because the last value of a repeated option is used.
             *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),
             *options.router_args.split(),
         ],
@@ -188,16 +188,17 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 
 
 def _adapter_slots(options: UpOptions) -> list[str]:
-    """Return the nodes' argument for the number of adapters in memory; empty if they hold none."""
+    """Return the nodes' argument for their number of adapter slots; empty if they hold none."""
     if options.max_adapters is None and not (options.adapter_root or options.adapter):
         return []
     return ["--max-adapters", str(options.max_adapters or _MAX_ADAPTERS)]
 
 
 def _kv_memory(options: UpOptions) -> list[str]:
-    """Return the nodes' option that divides a given KV memory among several base models.
+    """Return the nodes' argument for the KV memory of each of several base models.
 
-    Without this option, each node measures at its start how much memory the other nodes left.
+    If the user gives no KV memory, the result is empty, and each node measures at its start how
+    much memory is free.
     """
     num_models = 1 + len(options.more_models)
     if num_models == 1 or options.kv_cache_memory == "auto":
@@ -207,7 +208,10 @@ def _kv_memory(options: UpOptions) -> list[str]:
 
 
 def _keys_in(path: Path | None) -> list[str]:
-    """Return the option for API keys if the router's file sets it, so that nodes get keys too."""
+    """Return the router's argument for API keys if the configuration file names a key file.
+
+    The deployment then knows that its nodes need keys, too.
+    """
     if path is None:
         return []
     found = {

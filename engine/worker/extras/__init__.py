@@ -1,1 +1,1 @@
-"""Work of a step beside its tokens: encodings of images, and numbers of pooled prompts."""
+"""What a step computes besides tokens: encodings of images, and results of pooled prompts."""

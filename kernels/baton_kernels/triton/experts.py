@@ -1,6 +1,7 @@
-"""A mixture of experts: multiplies rows sorted by expert, in tiles with one expert each.
+"""A mixture of experts: rows are sorted by expert, and multiplied in tiles of one expert each.
 
-See `RowTiles`: tiles without an expert return at once, so a CUDA graph can hold all launches.
+The number of tiles (`RowTiles`) does not depend on the routing, and tiles without an expert return
+at once, so a CUDA graph can hold all launches.
 Refuses to know: models, how experts are chosen.
 """
 
@@ -19,7 +20,7 @@ from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import gate_of, gated_half
 
 BLOCK_K = 64
-FEW_ROWS = 16  # fewest rows of a tile, for tl.dot
+FEW_ROWS = 16  # fewest rows of a tile that tl.dot supports
 MANY_ROWS = 64
 SUM_BLOCK = 1024
 
@@ -44,7 +45,7 @@ def experts(
     if not num_tokens:
         return out
     num_rows, top_k = ids.numel(), ids.shape[1]
-    # `invariant`: one tile size, because others may add in another order.
+    # With `invariant`, all batches use one tile size, because others may add in another order.
     is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
     tile_rows = MANY_ROWS if is_many else FEW_ROWS
     tiles = RowTiles.of(ids, num_experts, tile_rows)
@@ -127,7 +128,10 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of a tile's gated intermediate; round as the reference does."""
+    """Compute BLOCK_N columns of the gated result of an expert's first layer, for one tile.
+
+    Rounds as the reference does.
+    """
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -139,7 +143,7 @@ def gate_up_kernel(
     is_column = column < inner
     depth = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row // top_k)[:, None] * hidden + depth[None, :]
-    # Without gates, only the up projections exist.
+    # Without gates, the first layer has only up projections.
     HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
     gate_at = weight_ptr + (expert * HALVES * inner + column)[None, :] * hidden + depth[:, None]
     up_at = gate_at + inner.to(tl.int64) * hidden
@@ -189,7 +193,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of a tile's results."""
+    """Compute BLOCK_N columns of an expert's second layer, for one tile."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -221,7 +225,7 @@ def down_kernel(
 def sum_kernel(
     result_ptr, weight_ptr, base_ptr, base_gate_ptr, out_ptr, hidden, top_k, BLOCK: tl.constexpr
 ):
-    """Sum some columns of one token's results, in the order of the token's experts."""
+    """Sum the weighted results of a token's experts, in order, for some columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < hidden

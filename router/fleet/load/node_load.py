@@ -114,8 +114,8 @@ class NodeLoad:
         beat: the node's latest report of its load from all routers.
         num_open_requests: number of requests that this router placed on the node and that have not
             ended.
-        num_open_tokens: of these requests, on a prefill node the prompt tokens that are not
-            computed yet; on a decode node the prompt tokens plus the largest possible outputs.
+        num_open_tokens: tokens of the open requests. On a prefill node: prompt tokens that are not
+            computed yet; on a decode node: prompt tokens plus the largest possible outputs.
         num_uncomputed_requests: number of open requests whose prompt the node must still compute.
         num_placed_tokens: tokens of all requests that this router ever placed on the node, counted
             like ``num_open_tokens``.
