@@ -233,6 +233,16 @@ class NodePool:
         cached = self.prefix_index.match_tokens(hashes)
         return self.prefix_sources.choose(prefill, holders, cached, num_prompt_tokens)
 
+    def find_cached_tokens(self, hashes: PromptHashes) -> Mapping[str, int]:
+        """Return how many leading tokens of a prompt each node need not compute, by engine id.
+
+        These tokens are in the node's cache, or the node can fetch them.
+        """
+        cached = self.prefix_index.match_tokens(hashes)
+        if not self.prefix_sources or not cached:
+            return cached
+        return self.prefix_sources.add_fetchable(cached, self._nodes)
+
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
         """Return the tokens of the longest request that all of these nodes can take."""
         return min(self.vocabulary.max_model_len, *(node.max_model_len for node in nodes))

@@ -92,7 +92,7 @@ class PrefixSources:
             holders: nodes that may send prefixes now.
             cached: leading prompt tokens that each node has in its cache, by engine id.
         """
-        block_size, load = prefill.registration.block_size, prefill.load
+        block_size = prefill.registration.block_size
         # The prefill node computes at least the last token.
         most = (num_prompt_tokens - 1) // block_size * block_size
         own, now = cached.get(prefill.engine_id, 0), self._clock()
@@ -100,15 +100,39 @@ class PrefixSources:
         best_s = 0.0
         for node in holders:
             num_tokens = min(cached.get(node.engine_id, 0), most)
-            gain = num_tokens - own
             is_reached = prefill.engine_id in self._reach.bandwidths.get(node.engine_id, {})
-            if gain < MIN_TOKENS or not is_reached or self._barred.get(node.engine_id, now) > now:
+            if not is_reached or self._barred.get(node.engine_id, now) > now:
                 continue
-            saved_s = load.prefill.per_unit * gain - self._line(node, prefill).seconds(gain)
+            saved_s = self._saved_s(node.engine_id, prefill, num_tokens - own)
             if saved_s > best_s:
                 best_s = saved_s
                 best = PrefixSource(node, prefill.engine_id, num_tokens, self)
         return best
+
+    def add_fetchable(
+        self, cached: Mapping[str, int], nodes: Mapping[str, Node]
+    ) -> Mapping[str, int]:
+        """Return how many tokens each node need not compute: cached ones, and those it may fetch.
+
+        Tokens that take time to fetch count in part: as many as could be computed in the saved
+        time.
+
+        Args:
+            cached: leading prompt tokens that each node has in its cache, by engine id.
+            nodes: all nodes by engine id.
+        """
+        now, counts = self._clock(), dict(cached)
+        for holder_id, reached in self._reach.bandwidths.items():
+            num_tokens = cached.get(holder_id, 0)
+            if num_tokens < MIN_TOKENS or self._barred.get(holder_id, now) > now:
+                continue
+            for prefill in filter(None, map(nodes.get, reached)):
+                own = cached.get(prefill.engine_id, 0)
+                saved_s = self._saved_s(holder_id, prefill, num_tokens - own)
+                if saved_s > 0:
+                    num_saved = own + int(saved_s / prefill.load.prefill.per_unit)
+                    counts[prefill.engine_id] = max(counts.get(prefill.engine_id, 0), num_saved)
+        return counts
 
     def note_receipt(self, source: PrefixSource, receipt: PrefillReceipt) -> None:
         """Measure a fetch, or bar its source for a while if nothing came."""
@@ -119,9 +143,20 @@ class PrefixSources:
             line.measure(receipt.num_fetched_tokens, receipt.fetch_wait_s)
             line.refresh()
 
-    def _line(self, holder: Node, prefill: Node) -> MeasuredLine:
+    def __bool__(self) -> bool:
+        """Return whether any node can send prefixes."""
+        return bool(self._reach.bandwidths)
+
+    def _saved_s(self, holder_id: str, prefill: Node, num_tokens: int) -> float:
+        """Return how many seconds fetching tokens saves; 0 for too few tokens."""
+        if num_tokens < MIN_TOKENS:
+            return 0.0
+        compute_s = prefill.load.prefill.per_unit * num_tokens
+        return compute_s - self._line(holder_id, prefill).seconds(num_tokens)
+
+    def _line(self, holder_id: str, prefill: Node) -> MeasuredLine:
         """Return the seconds of a fetch between two nodes, by its number of tokens."""
-        pair = holder.engine_id, prefill.engine_id
+        pair = holder_id, prefill.engine_id
         line = self._lines.get(pair)
         if line is None:
             bandwidth = self._reach.bandwidths[pair[0]][pair[1]] or DEFAULT_BYTES_PER_S

@@ -94,6 +94,29 @@ def test_only_new_tokens_are_computed(deployment: LocalDeployment, llm: LLM) -> 
     assert_nothing_is_left(deployment)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_nodes_of_several_ranks_fetch(ranks: tuple[int, int], llm: LLM) -> None:
+    p_ranks, d_ranks = (["--tensor-parallel-size", str(num)] for num in ranks)
+    with run_deployment(
+        *("--fetch-prefixes", "--num-blocks", "600", "--kv-digests"),
+        *("--long-prefill-token-threshold", "4"),
+        prefill_args=p_ranks,
+        decode_args=[*d_ranks, "--local-prefill-threshold", "0"],
+    ) as running:
+        prompt, fetched = new_part(5, 0), []
+        for turn in range(1, 4):
+            completion = say(running, prompt)
+            assert_right(llm, prompt, completion)
+            assert completion.receipt is not None
+            assert completion.receipt.prefill is not None
+            fetched.append(completion.receipt.prefill.num_fetched_tokens)
+            prompt += [*completion.token_ids, *new_part(5, turn)]
+            time.sleep(0.3)
+        assert fetched[0] == 0
+        assert min(fetched[1:]) > NUM_OUT - BLOCK
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_prompts_go_on_without_their_holder(
     deployment: LocalDeployment, llm: LLM, number: signal.Signals

@@ -117,3 +117,17 @@ def test_measured_fetches_decide(fleet: Fleet) -> None:
         source.note_receipt(slow)
     assert fleet.choose(d0=480) is None
     assert fleet.choose(d1=480) is not None, "another pair of nodes"
+
+
+def test_policies_count_what_can_be_fetched(fleet: Fleet) -> None:
+    p, d0, d1 = (one.node.engine_id for one in (fleet.p, *fleet.d))
+    nodes = {one.node.engine_id: one.node for one in (fleet.p, *fleet.d)}
+    sources = fleet.pool.prefix_sources
+    counts = sources.add_fetchable({d0: 480, p: 160}, nodes)
+    assert counts[d0] == 480
+    assert 160 + 0.8 * 320 < counts[p] < 480, "a fetch takes time, too"
+    assert d1 not in counts
+    assert sources.add_fetchable({d0: 160, p: 160}, nodes) == {d0: 160, p: 160}
+    slow = Fleet(bandwidth=1e6)
+    first = slow.d[0].node.engine_id
+    assert slow.pool.prefix_sources.add_fetchable({first: 480}, {}) == {first: 480}
