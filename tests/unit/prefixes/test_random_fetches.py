@@ -54,7 +54,7 @@ class Walk:
             case "g":
                 cluster.run(0.25)
             case "v" if draw.random() < 0.3:
-                draw.choice([cluster.p, cluster.d]).engine.block_pool.reset_prefix_cache()
+                draw.choice([cluster.p.engine, cluster.d.engine]).block_pool.reset_prefix_cache()
 
     def ask(self) -> None:
         """Continue a conversation, as its last complete turn says."""
