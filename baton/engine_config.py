@@ -56,8 +56,8 @@ _BATCH_LIMITS = {
 class EngineConfig:
     """An engine's options, checked when created; raises ConfigError naming the field.
 
-    An option that is None is chosen by machine and model; so is a batch limit that is 0, where 0 is
-    allowed.
+    If an option is None, its value is chosen for the machine and the model. If 0 is allowed for a
+    batch limit, 0 has the same meaning.
     """
 
     dtype: str = option(

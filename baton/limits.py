@@ -9,7 +9,7 @@ from baton.api.errors import ConfigError
 # region.
 MAX_PEER_INFO_BYTES = 2**17
 
-# Number of parts in which the KV of a prompt's last chunk is sent, which routers use in estimates.
+# Number of parts in which the KV of a prompt's last chunk is sent. Routers use it in estimates.
 NUM_LAYER_GROUPS = 4
 
 MAX_REVISION_CHARS = 128

@@ -1,7 +1,7 @@
 """Options: each option is declared once, as a field of the frozen dataclass that it belongs to.
 
-The declaration is in the field's metadata, so these classes stay plain dataclasses. From the
-declarations are made: the command line, ``BATON_*`` variables, configuration files, `baton config
+The declaration is in the field's metadata, so these classes stay plain dataclasses. The
+declarations define the command line, ``BATON_*`` variables, configuration files, `baton config
 show` and docs/options.md. Knows no command line and no file: see `baton/cli/declared.py`.
 """
 

@@ -114,7 +114,7 @@ class DecodeNode:
         self._end_handed_back()
         self._expire()
         self.reservations.tick()
-        self.reservations.grant_waiting()  # may use blocks that this step freed
+        self.reservations.grant_waiting()  # last, to use blocks that this step freed
         self.receiver.expect(self.reservations.has_open)
         self._outbox.flush()
         return bool(is_busy(self.engine, scheduled, result) or self._inbox)
@@ -235,7 +235,7 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether this node computes a prompt at once, as little of it is not cached."""
+        """Return whether this node computes a prompt at once, because most of it is cached."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.kv_cache_manager.num_usable_cached_tokens(request)
@@ -243,7 +243,7 @@ class DecodeNode:
             return False
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # A prefill node computes a short prompt of which this node caches nothing.
+        # If this node caches nothing of a short prompt, a prefill node computes the prompt.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:

@@ -14,28 +14,17 @@ from prometheus_client.metrics_core import Metric
 
 from baton.api.images import ImageSpan, PromptImage
 from baton.kv.encodings import BLOCK_TOKENS
-from baton.link.words import (
-    AbortAll,
-    NodeBeat,
-    NodeRegistration,
-    NodeRole,
-    RequestView,
-    RouterCommand,
-    StepTime,
-)
-from baton.telemetry.ledger import Ledger
-from baton.telemetry.round_watch import Rounds
+from baton.link.words import NodeRegistration, NodeRole, StepTime
 from baton.version import __version__
 from encode_node.encoder import Encoder
 from encode_node.node import EncodeNode
 from engine.core.images.prompt_images import DIGEST_BYTES, PromptImages
 from engine.engine_loop import EngineLoop
 from engine.images.pixel_maker import PixelMaker
-from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from kvconnector.ends import Sender
 from node_runtime.encodings.units import Units
 from node_runtime.reports.collector import TransferCollector
-from node_runtime.threads import ENGINE_THREAD, KV_THREAD
+from node_runtime.threads import ENGINE_THREAD, NodeOnThread
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +49,7 @@ class LoadedEncoder:
     compatibility: dict[str, str]
 
 
-class EncodeThreads:
+class EncodeThreads(NodeOnThread[EncodeNode]):
     """An encode node and its thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
     Args:
@@ -86,7 +75,7 @@ class EncodeThreads:
         self._encode_times: tuple[StepTime, ...] = ()
         self._loop = EngineLoop(self._step, on_death, name=ENGINE_THREAD)
         loaded.pixels.on_ready = self._loop.wake
-        self._node, self._sender = make_node(self._loop.wake)
+        self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
@@ -103,7 +92,7 @@ class EncodeThreads:
             role=NodeRole.ENCODE,
             version=__version__,
             address=address,
-            peer_info=self._sender.describe(),
+            peer_info=self._end.describe(),
             compatibility=self._loaded.compatibility,
             max_model_len=num_units * BLOCK_TOKENS,
             num_blocks=num_units,
@@ -112,25 +101,9 @@ class EncodeThreads:
             encode_times=self._encode_times,
         )
 
-    def submit(self, command: RouterCommand | AbortAll) -> None:
-        self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def ledger(self) -> Future[Ledger]:
-        return self._loop.call(self._node.ledger)
-
     def flush_prefix_cache(self) -> Future[int]:
         """Drop all kept encodings; return their number."""
         return self._loop.call(self._node.store.forget_all)
-
-    def rounds(self) -> dict[str, Rounds]:
-        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._sender.rounds}
 
     def dump(self, error: Exception) -> None:
         """Log how much work is open; an encode node has no state that is worth a dump file."""
@@ -139,18 +112,12 @@ class EncodeThreads:
     def collector(self) -> EncodeCollector:
         return EncodeCollector(self._name, self._node, self)
 
-    def handoff_metrics(self) -> HandoffMetrics:
-        return self._node.handoff_metrics()
-
-    def connector_metrics(self) -> ConnectorMetrics:
-        return self._sender.metrics()
-
     def _step(self) -> bool:
         return self._node.step()
 
     def close(self) -> None:
         self._loop.stop()
-        self._sender.close()
+        self._end.close()
         self._loaded.pixels.close()
         self._on_close()
 

@@ -35,7 +35,8 @@ class Engine:
         kv_memory: memory of the KV cache on the worker; see `KVMemory`.
         adapters: the LoRA adapters in memory.
         features: grammars, images and drafts.
-        figures: counts and times of the steps, and the limit on prompt tokens that follows.
+        figures: counts and times of the steps, and the limit on prompt tokens that follows from the
+            times.
         kv_cache_manager: allocates the blocks of the KV cache, and finds cached prefixes.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
@@ -204,9 +205,9 @@ class Engine:
         With asynchronous scheduling: launch the step, then wait for the previous step and return
         its result (see ``StepResult.scheduled``). The launched step reads the previous step's
         tokens on the device. A request that the previous step ended is still computed in the
-        launched step, and keeps its blocks until that step has ended. A step is launched only after
-        the previous step has ended if its logits depend on the previous tokens on the host
-        (penalties, grammars), or if it returns logprobs of a prompt of several chunks.
+        launched step, and keeps its blocks until that step has ended. Some steps are launched only
+        after the previous step has ended: steps for which the host needs the previous tokens
+        (penalties, grammars), and steps that return logprobs of a prompt of several chunks.
 
         With pipeline stages: launch the step; return an empty result while fewer steps than stages
         are in flight, else wait for the oldest step and return its result.
@@ -218,7 +219,7 @@ class Engine:
         started = time.monotonic()
         if not self.executor.runs_ahead:
             result = self._compute(scheduled, after_layer)
-        elif self._scheduler.num_stages > 1:
+        elif self._scheduler.in_flight.num_stages > 1:
             result = self._fill_stages(scheduled, after_layer)
         else:
             result = self._begin(scheduled, after_layer)
@@ -255,14 +256,14 @@ class Engine:
         """Launch a step; wait for the oldest one if all stages are busy or nothing was launched."""
         if scheduled.scheduled:
             self._launch(scheduled, after_layer)
-            if len(self._in_flight) < self._scheduler.num_stages:
+            if len(self._in_flight) < self._scheduler.in_flight.num_stages:
                 return StepResult()
         return self._end_oldest() if self._in_flight else StepResult()
 
     def _launch(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> None:
         self.last_scheduled = scheduled
         plan, hooks = self._scheduler.plan(scheduled, after_layer)
-        self._scheduler.begin_step(scheduled)
+        self._scheduler.in_flight.begin_step(scheduled)
         self._in_flight.append((scheduled, self.executor.submit(plan, hooks)))
 
     def _end_oldest(self) -> StepResult:

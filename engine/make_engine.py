@@ -14,6 +14,7 @@ from baton.engine_config import EngineConfig
 from baton.kv.block_hash import BlockHasher, cache_namespace
 from baton.media.layouts import layout_of
 from baton.text.grammar_trials import EarlyGrammars
+from engine.core.images.image_steps import ImageLimits
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
 from engine.engine import Engine
@@ -85,16 +86,17 @@ def make_engine(
         by_priority=config.scheduling_policy == "priority",
         drafting=speculation,
         masks=MaskThreads(),
-        encoder_cache_tokens=config.encoder_cache_tokens,
-        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens
-        or config.max_num_batched_tokens,
+        images=ImageLimits(
+            cache_tokens=config.encoder_cache_tokens,
+            max_encoder_tokens=config.max_num_encoder_input_tokens or config.max_num_batched_tokens,
+            keeps_whole=bool(model.whole_image_layers),
+        ),
         num_stages=config.pipeline_parallel_size if executor.runs_ahead else 1,
-        keeps_images_whole=bool(model.whole_image_layers),
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
     images = None
     if layout is not None and model.vision is not None:
-        compatibility["images"] = "on"  # images may shift the positions of tokens
+        compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
     features = Features(scheduler, compiler, images, speculation)
     return Engine(executor, scheduler, features, compatibility)

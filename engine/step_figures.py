@@ -25,7 +25,7 @@ _LEAST_PART = 8
 
 
 class StepFigures:
-    """Counts the steps of one engine, and limits how long prompts make them.
+    """Counts the steps of one engine, and limits by how much prompts lengthen them.
 
     Args:
         scheduler: the engine's scheduler, whose counters are read.

@@ -241,7 +241,7 @@ def losses_of(
 def acceptance_by_place(
     teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, stream: np.ndarray, length: int
 ) -> dict[str, list[float]]:
-    """Return, by drafter and place of the draft, how often it is the teacher's best token."""
+    """Return, by drafter and place, how often a draft at this place is the teacher's best token."""
     found: dict[str, list[list[float]]] = {"eagle": [], "mtp": [], "medusa": []}
     for start in range(0, len(stream) - length, length):
         token_ids = torch.from_numpy(stream[start : start + length])[None]

@@ -47,7 +47,7 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048
-# Fraction of the training time with short sequences; then they are MAX_POSITIONS long
+# Sequences are MAX_POSITIONS long after this fraction of the training time, and shorter before
 LONG_PHASE = 0.85
 CHAT_FRACTION = 0.15
 MAX_FUNCTION_LINES = 40
@@ -271,7 +271,7 @@ def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> l
 
 
 def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.ndarray]]:
-    """Encode the chats about all functions in the modules ``texts``; a list per way to ask."""
+    """Encode chats about all functions in the modules ``texts``; return a list per way to ask."""
     wrapped = wrap_tokenizer(tokenizer)
     functions = list(dict.fromkeys(fn for text in texts for fn in find_functions(text)))
     variants = []

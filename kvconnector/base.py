@@ -78,7 +78,7 @@ class BlockPush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVReservation:
-    """A decode node's grant to a prefill node: which blocks it may write for one request.
+    """A decode node's grant: the blocks that a prefill node may write for one request.
 
     Attributes:
         engine_id: engine id of the prefill node that may write.

@@ -33,7 +33,7 @@ class AskedRanks(Protocol):
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
         """Send each other rank the message that ``make`` returns; return the digests by rank.
 
-        ``make`` is called with the number of the call.
+        ``make`` gets the number of this call, which the ranks' answers repeat.
         """
 
 

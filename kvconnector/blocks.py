@@ -1,7 +1,7 @@
 """Checks of block ids and layers, and slices: the parts of blocks that each rank writes.
 
 A slice is the part of a block that one node's rank writes to another node's rank. Slices depend
-only on the two nodes' manifests.
+only on the two nodes' manifests. For example, a prefill node P writes to a decode node D:
 
     P, 2 ranks        D, 1 rank            each rank of P writes its heads: a range per layer for
     [0 1] [2 3]  ->   [0 1 2 3]            keys, and one for values; equal ranks: one whole range
@@ -84,8 +84,8 @@ class Slices:
         """Return the byte ranges of a block by pair of ranks, in the order of `pairs`.
 
         Args:
-            kind: number of a KV group; its blocks are sliced like those of all groups with this
-                number in `kinds`.
+            kind: number of a KV group. All groups that have this number in `kinds` are sliced in
+                the same way.
             layers: range of layers, counted over all ranks; None: all layers.
         """
         if layers == (0, self._writers.layers_per_unit):

@@ -59,7 +59,7 @@ def _open(place: ProcessPlace) -> int | None:
         pidfd = os.pidfd_open(place.pid)
     except OSError:
         return None
-    # If the start time is right after the pidfd was opened, the pidfd refers to this process.
+    # If the start time still matches once the pidfd is open, the pidfd refers to this process.
     if start_time(place.pid) == place.started_at and not _has_ended(pidfd):
         return pidfd
     os.close(pidfd)

@@ -159,7 +159,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
 
 
 def _bracket(steps: Sequence[Step], repeat: int) -> tuple[float, float]:
-    """Return the bracket of a repeat's steps; if it has none, the bracket of all steps."""
+    """Return the bracket of a repeat's steps; if the repeat has no steps, that of all steps."""
     tried = [step for step in steps if step.repeat == repeat] or steps
     low = max((step.value for step in tried if step.held), default=0.0)
     return low, min((step.value for step in tried if step.value > low), default=low)

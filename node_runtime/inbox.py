@@ -198,13 +198,14 @@ class Outbox:
         """Queue the failure of a request for the router."""
         self._deltas.append(failed_delta(request_id, epoch, RequestError(code, message)))
 
-    def report_peer(self, event: TransferEvent) -> None:
+    def report_peer(self, event: TransferEvent, *, is_encode_node: bool = False) -> None:
         """Tell the router at once that a peer has connected or failed."""
+        peer, shown = event.engine_id, is_encode_node
         if event.kind is TransferEventKind.PEER_CONNECTED:
             rate = event.bandwidth_bytes_per_s
-            self.emit(PeerReport(event.engine_id, True, event.transport, "", rate))
+            self.emit(PeerReport(peer, True, event.transport, "", rate, is_encode_node=shown))
         else:
-            self.emit(PeerReport(event.engine_id, False, problem=event.reason))
+            self.emit(PeerReport(peer, False, problem=event.reason, is_encode_node=shown))
 
     def flush(self) -> None:
         """Send the queued deltas as one event."""

@@ -75,7 +75,13 @@ def open_prefixes_transport(
 
 
 def open_encodings_transport(
-    options: ProgramOptions, engine_id: str, memory: KVMemory, faults: _Faults, *, shares_host: bool
+    options: ProgramOptions,
+    engine_id: str,
+    memory: KVMemory,
+    faults: _Faults,
+    *,
+    shares_host: bool,
+    listen: str = "",
 ) -> tuple[KVTransport, BlockDigests | None]:
     """Open the transport of a memory for encodings, which has one rank; raises ConfigError.
 
@@ -85,9 +91,11 @@ def open_encodings_transport(
         memory: the memory that peers read or write.
         faults: transfer faults to inject; None: no faults.
         shares_host: whether another end of this node listens at ``options.kv_listen``, so that this
-            end needs another, free port of the same host.
+            end needs another port of the same host.
+        listen: ``host:port`` of this end; empty: ``options.kv_listen``, or a free port of its host.
     """
-    listen = _other_port(options.kv_listen) if shares_host else options.kv_listen
+    if not listen:
+        listen = _other_port(options.kv_listen) if shares_host else options.kv_listen
     has_digests = digests_are_wanted(options.kv_digests, options.kv_connector)
     return _open_end(_End(options, engine_id, memory, faults, listen), has_digests=has_digests)
 

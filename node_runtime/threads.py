@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from baton.link.words import (
     AbortAll,
@@ -89,17 +89,49 @@ class ConnectorEnds:
     encodings: ConnectorEnd | None = None
     prefixes: ConnectorEnd | None = None
 
-    def by_thread(self) -> dict[str, ConnectorEnd]:
-        """Return each end by the name of its thread."""
-        ends = {
-            KV_THREAD: self.kv,
-            ENCODINGS_THREAD: self.encodings,
-            PREFIXES_THREAD: self.prefixes,
-        }
+    def others(self) -> dict[str, ConnectorEnd]:
+        """Return the ends besides that for hand-offs, by the names of their threads."""
+        ends = {ENCODINGS_THREAD: self.encodings, PREFIXES_THREAD: self.prefixes}
         return {name: end for name, end in ends.items() if end is not None}
 
 
-class NodeThreads:
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+class NodeOnThread(Generic[AnyNode]):
+    """A node whose loop runs on a thread of its own: the calls that all roles answer equally.
+
+    A subclass makes the three parts in its constructor, and starts the thread.
+    """
+
+    _loop: EngineLoop
+    _node: AnyNode
+    _end: ConnectorEnd
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        self._node.submit(command)
+        self._loop.wake()
+
+    def beat(self) -> NodeBeat:
+        return self._node.beat()
+
+    def requests(self) -> list[RequestView]:
+        return self._node.requests()
+
+    def ledger(self) -> Future[Ledger]:
+        return self._loop.call(self._node.ledger)
+
+    def rounds(self) -> dict[str, Rounds]:
+        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return self._node.handoff_metrics()
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return self._end.metrics()
+
+
+class NodeThreads(NodeOnThread[Node]):
     """A node and its engine's thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
     Args:
@@ -159,6 +191,7 @@ class NodeThreads:
             self.weights = NodeWeights(loaded.engine, *changing)
         loaded.engine.features.wake_with(self._loop.wake)
         self._node, self._ends = make_node(self._loop.wake)
+        self._end = self._ends.kv
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
@@ -168,10 +201,11 @@ class NodeThreads:
         return self._loop.call(compute)
 
     def registration(self, address: str) -> NodeRegistration:
-        ends = self._ends
+        peer_info = self._end.describe()
         registered = self._loaded.registration(
-            self._name, self._role, address, ends.kv.describe(), self._first_steps
+            self._name, self._role, address, peer_info, self._first_steps
         )
+        ends = self._ends
         return replace(
             registered,
             encodings_peer_info=ends.encodings.describe() if ends.encodings else b"",
@@ -181,18 +215,9 @@ class NodeThreads:
     def submit(self, command: RouterCommand | AbortAll) -> None:
         if isinstance(command, SendKVSnapshot):
             self._kv_events.request_snapshot()
+            self._loop.wake()
         else:
-            self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def ledger(self) -> Future[Ledger]:
-        return self._loop.call(self._node.ledger)
+            super().submit(command)
 
     def flush_prefix_cache(self) -> Future[int]:
         def flush() -> int:
@@ -204,8 +229,8 @@ class NodeThreads:
         return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
-        rounds = {name: end.rounds for name, end in self._ends.by_thread().items()}
-        return {ENGINE_THREAD: self._loop.rounds, **rounds}
+        others = {name: end.rounds for name, end in self._ends.others().items()}
+        return super().rounds() | others
 
     def dump(self, error: Exception) -> None:
         """Write a crash dump of the engine; never raises, but may hang on a dead disk."""
@@ -217,12 +242,6 @@ class NodeThreads:
     def engine_metrics(self) -> EngineMetrics:
         return self._loaded.engine.metrics()
 
-    def handoff_metrics(self) -> HandoffMetrics:
-        return self._node.handoff_metrics()
-
-    def connector_metrics(self) -> ConnectorMetrics:
-        return self._ends.kv.metrics()
-
     def _rename(self) -> None:
         """Let later registrations describe the weights that the engine has now."""
         self._loaded = self._loaded.renamed()
@@ -230,7 +249,7 @@ class NodeThreads:
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            return False  # commands wait: a router may not know of the drain
+            return False  # commands wait: routers may send some before they learn of the drain
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:
@@ -250,7 +269,8 @@ class NodeThreads:
 
     def close(self) -> None:
         self._loop.stop()
-        for end in self._ends.by_thread().values():
+        self._end.close()
+        for end in self._ends.others().values():
             end.close()
         self._loaded.engine.close()
         if self._loaded.weights is not None:

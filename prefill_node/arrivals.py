@@ -62,7 +62,7 @@ class PromptWait:
     """The expected encodings of one prompt.
 
     Attributes:
-        left: digests of the images whose encodings are neither received nor lost.
+        left: digests of the images whose encodings the prompt still waits for.
         waited_s: seconds from the prompt's command until ``left`` was empty; 0 before.
     """
 
@@ -134,7 +134,7 @@ class Arrivals:
         self._prompts: dict[tuple[str, int], PromptWait] = {}
         self._open: dict[TransferKey, _Arrival] = {}
         self._to_grant: deque[TransferKey] = deque()
-        # When each `Start` came whose command has not come yet, by transfer and engine id.
+        # When each `Start` without a command so far arrived, by transfer and engine id.
         self._early_starts: dict[tuple[TransferKey, str], float] = {}
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
@@ -309,7 +309,7 @@ class Arrivals:
         self._go_on(arrival.prompt, arrival.digest)
 
     def _end(self, key: TransferKey, arrival: _Arrival, *, quiet: bool) -> None:
-        """End a transfer; free its units, or put them into quarantine if they may be written.
+        """End a transfer; free its units, or quarantine units that may still be written.
 
         Args:
             quiet: whether the encode node certainly writes no more for this transfer.

@@ -33,6 +33,11 @@ class PrefillOptions(NodeOptions):
         help="Receive the encodings of images from encode nodes (`baton encode`). This node "
         "encodes the images whose encodings do not come.",
     )
+    encodings_listen: str = option(
+        "",
+        help="With --encode-nodes and --kv-connector tls: host:port to which encode nodes send "
+        "encodings; by default a free port of the host in --kv-listen.",
+    )
     encode_timeout_s: float = option(
         3.0,
         above=0,

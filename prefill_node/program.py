@@ -22,6 +22,7 @@ from node_runtime.node_transport import open_encodings_transport, open_prefixes_
 from node_runtime.prefixes.fetches import Fetches
 from node_runtime.threads import ConnectorEnds
 from prefill_node.arrivals import Arrivals
+from prefill_node.jobs import Jobs
 from prefill_node.node import PrefillNode
 from prefill_node.options import PrefillOptions
 from prefill_node.spans import PrefillTraces
@@ -46,15 +47,14 @@ def make_program(
         fetches, fetcher = None, None
         if options.fetch_prefixes:
             fetches, fetcher = _make_fetches(options, parts)
+        traces = PrefillTraces(parts.spans, time.monotonic)
         node = PrefillNode(
             parts.engine,
             sender,
             parts.emit,
             options.push,
-            traces=PrefillTraces(parts.spans, time.monotonic),
             inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
-            arrivals=arrivals,
-            fetches=fetches,
+            jobs=Jobs(time.monotonic, traces, arrivals, fetches),
         )
         return node, ConnectorEnds(sender, receiver, fetcher)
 
@@ -62,7 +62,7 @@ def make_program(
 
 
 def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals, Receiver]:
-    """Open the memory into which encode nodes write, and the connector's end that receives."""
+    """Open the memory into which encode nodes write, and the connector's receiving end."""
     model = parts.engine.model_config
     assert model.vision is not None, "the engine takes images"
     units = Units(num_units(options.engine.encoder_cache_tokens))
@@ -74,6 +74,7 @@ def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals,
         memory,
         faults_of(options.inject_faults, options.name),
         shares_host=True,
+        listen=options.encodings_listen,
     )
     receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
     receiver.loop.start()

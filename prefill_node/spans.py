@@ -34,7 +34,7 @@ class PrefillTrace:
 
     Attributes:
         parent: context of the router's attempt.
-        chunks: for each chunk, the time when it was scheduled and, once it is computed, that time.
+        chunks: for each chunk, the time when it was scheduled and, later, when it was computed.
         error: why the request failed; empty: it did not fail.
     """
 

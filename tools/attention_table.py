@@ -45,7 +45,7 @@ def main(path: Path = RESULTS) -> int:
         return 1
     gpus = {step.gpu for step in steps}
     kept = [step for step in read_table() if step.gpu not in gpus]
-    rows = sorted([*steps, *kept], key=lambda step: step[:5])  # sorted without the times
+    rows = sorted([*steps, *kept], key=lambda step: step[:5])  # times do not change the order
     text = json.dumps([step._asdict() for step in rows], indent=1)
     TABLE.write_text(text + "\n", encoding="utf-8")
     print(f"{TABLE}: {len(rows)} steps of {len({step.gpu for step in rows})} GPUs")

@@ -92,10 +92,11 @@ BESIDE = (
     Chapter(
         "Passed on the way",
         "A plain request also passes these files: its model's name, its text, the gate, the choice "
-        "of nodes, the queues of its tokens and of a node, and the tensors of a step.",
+        "of nodes, the queues of its tokens and of a node, a prefill node's open commands, the "
+        "steps in flight, and the tensors of a step.",
         ("NameTable", "PromptReader", "Call:router", "Admission", "Ticket:router", "Placer",
-         "NodePool", "OutputBuffer", "Answers:router", "Inbox:node_runtime",
-         "KVCacheCoordinator", "PreparedStep", "Forward:engine", "StepSampler"),
+         "NodePool", "OutputBuffer", "Answers:router", "Inbox:node_runtime", "Jobs:prefill_node",
+         "StepsInFlight", "KVCacheCoordinator", "PreparedStep", "Forward:engine", "StepSampler"),
     ),
     Chapter(
         "Carriers",
@@ -308,9 +309,9 @@ def findings(root: Path) -> Iterator[str]:
 
 
 def _rows(written: str) -> dict[str, tuple[str, int, int]]:
-    """Read the rows of a generated part: by name, its sentence, files and lines.
+    """Read the rows of a generated part: name -> (sentence, number of files, number of lines).
 
-    The lines of a list are names without any of these.
+    If the part is a list and not a table, each of its lines is a name without sentence and numbers.
     """
     rows = {
         name: (sentence, int(files), int(lines.replace(",", "")))

@@ -80,7 +80,7 @@ def _value(field: FieldDescriptor, seed: int, depth: int) -> Any:
 
 
 def top_messages() -> list[tuple[str, Message]]:
-    """Make a named sample of each message of calls and links; a oneof: one per member."""
+    """Make named samples of all messages of calls and links: one for each member of a oneof."""
     from baton.v1 import admin_pb2, inference_pb2, node_pb2
 
     found: dict[str, Message] = {}

@@ -117,7 +117,7 @@ class Access:
                 logger.warning("no API key has the role %s (baton keys new --role %s)", role, role)
 
     def read_again(self) -> None:
-        """Reload the keys, and reopen the audit log's file, which may have moved (at SIGHUP)."""
+        """Reload the keys at SIGHUP; reopen the audit log's file, which may have been renamed."""
         self.reload()
         self.audit.reopen()
 

@@ -190,7 +190,10 @@ def _limits(where: str, given: dict[str, Any]) -> Limits:
 
 
 def _expiry(where: str, when: Any) -> float:
-    """Return the time of expiry in seconds since the epoch; a day ends at its beginning in UTC."""
+    """Return the time of expiry in seconds since the epoch.
+
+    A day without a time means the beginning of this day in UTC.
+    """
     if when is None:
         return math.inf
     if isinstance(when, datetime.date) and not isinstance(when, datetime.datetime):

@@ -35,7 +35,7 @@ class Limits:
         max_open_requests: maximum number of requests that wait or are in progress.
         requests_per_minute: limit of new requests per minute.
         tokens_per_minute: limit of computed prompt tokens plus sampled output tokens.
-        weight: share of the tenant when tenants compete: the cost of its requests is divided by it.
+        weight: share of the tenant when tenants compete; a request's cost is divided by this.
         most_urgent_priority: smallest priority number that a request may have; None: any number.
             With 0, a client cannot overtake other tenants by asking for more urgency. Has no effect
             if callers have no tenant.

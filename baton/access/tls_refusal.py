@@ -133,7 +133,7 @@ def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: Tl
 
 
 def _why_plain_fails(connection: socket.socket) -> str:
-    """Return that the server needs TLS, if it speaks TLS but the client does not; else empty."""
+    """Return an explanation if the server speaks TLS but the client does not; else empty."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # unverified TLS is safe here: no secrets are sent
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -92,7 +92,10 @@ def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Return whether ``(.*\\.)?(pattern)$`` matches the name; compares at one place only."""
+    """Return whether ``(.*\\.)?(pattern)$`` matches a module's name.
+
+    A pattern matches texts of one length only, so only the end of the name is compared.
+    """
     compiled, num_letters, is_whole = _compiled(pattern)
     start = len(module) - num_letters
     if start < 0 or (start > 0 and (is_whole or module[start - 1] != ".")):
@@ -214,7 +217,7 @@ class _Fields:
 
 
 def _is_set(value: Any) -> bool:
-    """Return whether a setting is used: its value is not one that means "not used" in PEFT."""
+    """Return whether a setting is used; PEFT writes None, False or an empty value if it is not."""
     return not (value is None or value is False or value in ({}, []))
 
 

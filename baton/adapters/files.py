@@ -211,7 +211,7 @@ def _split_name(path: Path, name: str) -> tuple[str, str]:
 def _module(
     path: Path, config: AdapterConfig, stored: str, parts: Mapping[str, AdapterTensor]
 ) -> AdaptedModule:
-    """Make an adapted layer of its tensors; check that all are there and their shapes match.
+    """Make an adapted layer from tensors; check that none is missing and their shapes match.
 
     Args:
         stored: the layer's name in the file.

@@ -45,7 +45,7 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.weight")
 _EMBEDDING = "token_embd"
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_TENSORS = 200_000
-# Changes by GGUF converters that adapters may have: of the rows of B, and of the columns of A.
+# Changes that a GGUF converter may have made to an adapter: to the rows of B, to the columns of A.
 _CHANGES_OF_B = (
     Change.QUERY_HALVES, Change.KEY_HALVES, Change.VALUE_HEADS, Change.VALUE_CHANNELS,
 )  # fmt: skip
@@ -126,7 +126,7 @@ def _tensor(path: Path, name: str, place: StoredTensor) -> AdapterTensor:
 def _module(
     path: Path, row: Architecture, alpha: float, stored: str, parts: Mapping[str, AdapterTensor]
 ) -> AdaptedModule:
-    """Make the adapted layer of one layer's tensors; check that both are there and fit together."""
+    """Make an adapted layer from its A and B; check that neither is missing and they fit."""
     for kind in (_A, _B):
         if kind not in parts:
             raise wrong_tensor(path, f"{stored:.200}{kind}", "is missing")

@@ -213,7 +213,7 @@ _REPORTED: dict[str, type[BatonError]] = {
 
 
 def error_of(reported: RequestError) -> BatonError:
-    """Return the exception for an error from a node; an unknown code is an engine's failure."""
+    """Return the exception for an error from a node; an unknown code becomes EngineDeadError."""
     message = printable(reported.message)
     if reported.code == "INVALID_ARGUMENT":
         field_name, _, problem = message.partition(": ")

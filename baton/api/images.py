@@ -80,7 +80,7 @@ class ImageLayout(Protocol):
         marker_token_id: id of the token of ``marker``, which is replaced by the tokens of `expand`.
         placeholder_token_id: id of the token whose embedding is replaced by an embedding of the
             image.
-        settings: digest of everything but the image file that an encoding depends on.
+        settings: digest of everything that an encoding depends on, except the image file.
     """
 
     @property

@@ -21,7 +21,7 @@ MAX_TOKEN_LOGITS = 16  # maximum number of tokens whose logits a request may ask
 
 
 class PoolingKind(Enum):
-    """Ways to make one row of values of the hidden states after the last norm.
+    """Ways to make one row of values from the hidden states after the last norm.
 
     LAST, CLS: the last or first token's hidden state. MEAN: the mean over all tokens.
     LABELS: the classification head's logits of the last token. TOKENS: the last token's logits of

@@ -1,1 +1,1 @@
-"""Checkpoints: read all files of a model but the values of its weights."""
+"""Checkpoints: read all files of a model, except the values of its weights."""

@@ -47,7 +47,7 @@ _MAX_AGE_S = 30 * 24 * 3600.0
 _MAX_NEW_AGE_S = 3600.0  # seconds after which an unfinished file is removed
 _LOCK_TIMEOUT_S = 100.0  # longer than packing takes; then a node packs the weights itself
 _LOCK_POLL_S = 0.02
-# A younger file is not cached: changes within one tick of the kernel's clock keep a file's times.
+# A younger file is not cached: a change within a tick of the kernel's clock leaves its times equal.
 _YOUNG_NS = 2 * 10**9
 _PIECE_BYTES = 8 * 2**20  # bytes per write; large writes make file systems use huge pages
 _MAGIC = b"baton weights 1\n"

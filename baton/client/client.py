@@ -13,10 +13,11 @@ import grpc.aio
 
 from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.api.beam_search import BeamCompletion, BeamSearchParams, EarlyStopping
+from baton.api.beam_search import BeamCompletion, EarlyStopping
 from baton.api.outputs import Completion, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
 from baton.api.sampling_params import SamplingParams
+from baton.client.beams import BeamCall
 from baton.client.channel import AsyncChannel, SyncChannel
 from baton.client.messages import (
     ModelDescription,
@@ -26,9 +27,7 @@ from baton.client.messages import (
     credentials,
     join,
     join_batch,
-    join_beams,
     make_batch_request,
-    make_beam_request,
     make_prompt,
     make_request,
     models_from_proto,
@@ -170,15 +169,9 @@ class Client:
 
         The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
         """
-        beams = BeamSearchParams(
-            beam_width=beam_width,
-            max_tokens=max_tokens,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        )
-        request = make_beam_request(prompts, beams, **options)
-        deltas = list(self._read(self._channel.stub().GenerateBatch, request, timeout_s))
-        return join_beams(deltas, beams)
+        call = BeamCall(prompts, beam_width, max_tokens, length_penalty, early_stopping, **options)
+        deltas = self._read(self._channel.stub().GenerateBatch, call.request, timeout_s)
+        return call.join(list(deltas))
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids that the model gets for a prompt."""
@@ -397,15 +390,9 @@ class AsyncClient:
 
         The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
         """
-        beams = BeamSearchParams(
-            beam_width=beam_width,
-            max_tokens=max_tokens,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        )
-        request = make_beam_request(prompts, beams, **options)
-        method = self._channel.stub().GenerateBatch
-        return join_beams([one async for one in self._read(method, request, timeout_s)], beams)
+        call = BeamCall(prompts, beam_width, max_tokens, length_penalty, early_stopping, **options)
+        deltas = self._read(self._channel.stub().GenerateBatch, call.request, timeout_s)
+        return call.join([delta async for delta in deltas])
 
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
         """Return the token ids that the model gets for a prompt."""

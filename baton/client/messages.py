@@ -9,11 +9,11 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, cast
 
 import grpc
 
-from baton.api.beam_search import BeamCompletion, BeamSearchParams
+from baton.api.beam_search import BeamSearchParams
 from baton.api.errors import (
     BatonError,
     ConfigError,
@@ -135,7 +135,7 @@ class Progress:
         return delta
 
     def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
-        """Return the pause before the next call in seconds if the connection broke; else raise."""
+        """Return the seconds to pause before the next call; raise ``problem`` if there is none."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
             raise problem from None
@@ -301,34 +301,6 @@ def join_batch(deltas: Sequence[TextDelta]) -> list[list[Completion]]:
         [join(list(choice)) for _, choice in itertools.groupby(prompt, lambda d: d.choice_index)]
         for _, prompt in itertools.groupby(order, lambda d: d.prompt_index)
     ]
-
-
-def make_beam_request(
-    prompts: Sequence[Prompt], beams: BeamSearchParams, **options: Unpack[RequestOptions]
-) -> inference_pb2.GenerateBatchRequest:
-    """Make the request message for a beam search; raises InvalidRequestError."""
-    params = SamplingParams(
-        n=beams.beam_width, max_tokens=beams.max_tokens, temperature=0, logprobs=0
-    )
-    return make_batch_request(prompts, params, beams=beams, **options)
-
-
-def join_beams(deltas: Sequence[TextDelta], beams: BeamSearchParams) -> list[list[BeamCompletion]]:
-    """Return the outputs of a beam search, by prompt, best first."""
-    return [[_beam(output, beams) for output in outputs] for outputs in join_batch(deltas)]
-
-
-def _beam(output: Completion, beams: BeamSearchParams) -> BeamCompletion:
-    logprob = 0.0
-    for token in output.logprobs:  # in the order of `BeamSearch`, for an equal sum
-        logprob += token.logprob
-    return BeamCompletion(
-        text=output.text,
-        token_ids=output.token_ids,
-        logprob=logprob,
-        score=beams.score(logprob, len(output.token_ids)),
-        finish_reason=output.finish_reason,
-    )
 
 
 def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelDescription]:

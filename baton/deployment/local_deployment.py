@@ -89,7 +89,7 @@ class LocalDeploymentConfig:
         insecure: whether to listen beyond loopback without TLS or authentication.
         ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the
             cluster in RAY_ADDRESS, or a new cluster on this machine; None: no Ray.
-        lend_cores: whether nodes also compute on cores of other nodes that are idle.
+        lend_cores: whether nodes also compute on idle cores of other nodes.
     """
 
     model: str
@@ -593,7 +593,7 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 
 def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[list[int]]:
-    """Return the cores of each node: disjoint sets if possible, else one core per rank in turn.
+    """Return the cores of each node: disjoint sets, or if there are too few, one core per rank.
 
     Args:
         num_ranks: number of ranks of each node, of which each gets cores of its own.

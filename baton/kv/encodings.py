@@ -9,8 +9,8 @@ from __future__ import annotations
 from baton.kv.manifest import KVArray, KVGroup, KVKind, KVManifest
 
 BLOCK_TOKENS = 16
-# A prefill node receives encodings under an engine id of their own: its engine id for KV with this
-# ending.
+# A prefill node receives encodings under a second engine id: the engine id under which it sends KV,
+# with this ending appended.
 RECEIVER_ENDING = "/encodings"
 
 

@@ -45,7 +45,7 @@ class PagedKV:
         return self.sliding_window
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
-        """Return the arrays that a layer keeps in a unit, in the size of all ranks together.
+        """Return the arrays that a layer keeps in a unit, with shapes over all ranks together.
 
         Args:
             block_size: tokens per unit.

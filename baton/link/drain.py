@@ -5,7 +5,7 @@
 A draining node's beats carry its serving state, and every router confirms the drain with
 `DrainSeen`. Links keep the order of messages, so after the confirmation none of the router's
 earlier requests is in transit. DRAINED is therefore exact: no router places requests any more, and
-no request, transfer, or block that a peer may write is left.
+the node has no requests, no transfers, and no blocks that a peer may still write.
 """
 
 from __future__ import annotations

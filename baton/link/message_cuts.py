@@ -19,7 +19,7 @@ from baton.v1 import node_pb2
 # Half of the length that a router accepts (`baton.serving.rpc.MAX_CLIENT_MESSAGE_BYTES`).
 MAX_LINK_MESSAGE_BYTES = 4 * 2**20
 MAX_LINK_DELTAS = 2**13
-# Limit of the reader: more than a node ever sends, because a node splits its steps.
+# Maximum number of deltas that a router accepts in a message; nodes split steps and send fewer.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
 MAX_PARTS = 2**18  # maximum number of tokens with logprobs, rows, or hashes in a message
 # A message with more logprobs is made in a thread, so that the node's event loop is not blocked.

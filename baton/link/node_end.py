@@ -163,7 +163,8 @@ def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:
     """Merge consecutive steps into one, so that fewer messages are sent.
 
     A slow event loop sends one message per round, and beats must not wait behind many steps. A step
-    with more than plain tokens ends a merged step, because a router reads plain tokens first.
+    with more than plain tokens, such as logprobs, is the last one of a merged step, because a
+    router reads the plain tokens of a message first.
     """
     merged = list[NodeEvent]()
     before: NodeEvent | None = None

@@ -50,7 +50,7 @@ class RouterLinks:
         registration: this node's registration.
         submit: receives commands for the node's loop; returns at once.
         drain: the node's serving state.
-        on_joined: called with whether the node is linked to any router.
+        on_joined: called with True if the node is linked to at least one router, else with False.
         on_stop: called when a router orders the process to end after draining.
         join_timeout_s: how long to try to reach a first router.
         node_token: authorizes this node to join.
@@ -58,7 +58,8 @@ class RouterLinks:
         tls: this node's certificates.
 
     Attributes:
-        reached: engine ids of the peers that this node is connected to.
+        reached: engine ids of the peers that this node is connected to. The encode nodes of a
+            prefill node do not count.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class RouterLinks:
 
         Call this on the thread of the event loop.
         """
-        if isinstance(event, PeerReport) and not is_fetch_end(event.engine_id):
+        is_of_pair = isinstance(event, PeerReport) and not event.is_encode_node
+        if is_of_pair and not is_fetch_end(event.engine_id):
             note = self.reached.add if event.connected else self.reached.discard
             note(event.engine_id)
         if not isinstance(event, tuple):

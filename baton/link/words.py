@@ -68,7 +68,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """Duration of one step that decoded a token of each request on an otherwise idle node.
+    """Duration of one decode step, with a token of each request, on an otherwise idle node.
 
     Attributes:
         num_context_tokens: tokens before each request's decoded token, summed over all requests.
@@ -173,8 +173,8 @@ class NodeBeat:
 
     Attributes:
         num_transfers: hand-offs of KV that have begun or been granted, and have not ended.
-        serving_state: ``DRAINED`` only if every router knows of the drain, and no request, transfer
-            or block that a peer may write is left.
+        serving_state: ``DRAINED`` only if every router knows of the drain, and the node has no
+            requests, no transfers, and no blocks that a peer may still write.
         num_uncomputed_tokens: prompt tokens that this node has still to compute.
         num_rounds: completed rounds of the engine's thread, idle ones included.
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
@@ -209,6 +209,7 @@ class PeerReport:
 
     Attributes:
         bandwidth_bytes_per_s: bandwidth measured when the nodes connected; 0: unknown.
+        is_encode_node: whether a prefill node reports an encode node, with which it forms no pair.
     """
 
     engine_id: str
@@ -216,11 +217,12 @@ class PeerReport:
     transport: str = ""
     problem: str = ""
     bandwidth_bytes_per_s: float = 0.0
+    is_encode_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
-    """An open request of a node, with what operators are shown."""
+    """An open request of a node, with the fields that operators see."""
 
     request_id: str
     status: str

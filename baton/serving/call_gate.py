@@ -256,7 +256,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _open(handler: Handler) -> Handler:
-    """Wrap the handler of a method without credentials, to log no unreadable messages."""
+    """Wrap the handler of a method for all callers, so that unreadable messages are not logged."""
     answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler

@@ -42,7 +42,7 @@ _TELL_AGAIN_S, _MAX_TOLD = 60.0, 100
 # Maximum number of bytes read from a connection at a time. asyncio's own 256 KiB would block the
 # loop for half a second if they came as chunks of one byte.
 _READ_BYTES = 2**14
-_MAX_LOOKED_AT = 64  # maximum number of connections to look at for one to close
+_MAX_LOOKED_AT = 64  # maximum number of connections to look at when one must be closed
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -242,7 +242,7 @@ class Listener:
             del self._num_of[connection.address]
 
     def note_unsent(self, connection: Connection) -> None:
-        """Note that a connection's unsent bytes exceed the limit, and their number."""
+        """Note how many unsent bytes a connection has, because they exceed the limit."""
         now = asyncio.get_running_loop().time()
         self._unsent[connection] = (connection.num_unsent_bytes, now)
 
@@ -304,7 +304,10 @@ class Listener:
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Return the longest waiting connection without unsent bytes, preferring earlier groups."""
+        """Return the connection that has waited longest, of the first group that has one.
+
+        Connections with unsent bytes are skipped. Only a few of each group are looked at.
+        """
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:

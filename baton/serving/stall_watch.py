@@ -59,4 +59,4 @@ class StallWatch:
         logger.info("ended a call of %s: %s", self._address, problem)
         assert self._task is not None
         self._last_words = asyncio.ensure_future(self._say(problem))
-        self._task.cancel()  # the task waits for the client: only this reaches it
+        self._task.cancel()  # nothing else ends the task's wait for the client

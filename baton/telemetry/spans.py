@@ -17,7 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-MAX_STATE_CHARS = 512  # W3C requires that so many are forwarded; longer states are dropped
+MAX_STATE_CHARS = 512  # W3C demands that states up to this length are forwarded
 
 _PARENT = re.compile(
     r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII | re.DOTALL
@@ -158,5 +158,5 @@ def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
 
 
 def random_id(num_bytes: int) -> bytes:
-    """Return a random id of ``num_bytes``, which is not all zeros: for W3C this means "no id"."""
+    """Return a random id of ``num_bytes``, never all zeros, which for W3C mean "no id"."""
     return (random.getrandbits(8 * num_bytes) or 1).to_bytes(num_bytes, "big")

@@ -99,7 +99,7 @@ def names(placement: Placement | None) -> tuple[str, str]:
 
 
 def assert_is_of(placement: Placement | None, fleet: Fleet) -> None:
-    """Assert that a placement has nodes of this fleet, which are connected to each other."""
+    """Assert that a placement has connected nodes of this fleet, or a node that may work alone."""
     assert placement is not None, "no place, though nodes reach each other"
     if placement.prefill is None:
         assert placement.decode in fleet.self_prefilling, "a decode node that computes no prompts"

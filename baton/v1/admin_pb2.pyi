@@ -617,16 +617,18 @@ class PrefillForecast(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., wait_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., is_measured: bool = ..., measured_wait_ms: _Optional[float] = ..., measured_compute_ms: _Optional[float] = ...) -> None: ...
 
 class CandidateDescription(_message.Message):
-    __slots__ = ("prefill_node", "decode_node", "cost", "terms")
+    __slots__ = ("prefill_node", "decode_node", "cost", "terms", "num_computed_tokens")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     TERMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_node: str
     decode_node: str
     cost: float
     terms: _containers.RepeatedCompositeFieldContainer[CostTerm]
-    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., cost: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ...) -> None: ...
+    num_computed_tokens: int
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., cost: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class CostTerm(_message.Message):
     __slots__ = ("name", "value")

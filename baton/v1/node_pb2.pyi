@@ -191,18 +191,20 @@ class NodeBeat(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ...) -> None: ...
 
 class PeerReport(_message.Message):
-    __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s")
+    __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s", "is_encode_node")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    IS_ENCODE_NODE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     connected: bool
     transport: str
     problem: str
     bandwidth_bytes_per_s: float
-    def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
+    is_encode_node: bool
+    def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., is_encode_node: bool = ...) -> None: ...
 
 class KVCacheEvents(_message.Message):
     __slots__ = ("sequence", "snapshot", "stored", "removed")

@@ -28,7 +28,7 @@ def to_message(kind: type[_Message], value: object, **others: Any) -> _Message:
 
 
 def from_message(kind: type[_Value], message: Message, **others: Any) -> _Value:
-    """Make a value of class ``kind`` from a message; fields that it lacks keep their defaults.
+    """Make a value of class ``kind`` from a message; missing fields get defaults.
 
     Args:
         others: values of the result's fields that are not copied from fields of ``message``.

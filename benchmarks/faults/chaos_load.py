@@ -83,7 +83,7 @@ class Load:
             stream = client.stream(prompt, SamplingParams(max_tokens=2))
             # When the first token arrives, the hand-off is over, or nearly.
             answer = await follow(stream, patience_s=patience_s, leave_after=0)
-            if answer.outcome not in ("left", "hung"):  # an error, which the other lanes count
+            if answer.outcome not in ("left", "hung"):  # an error; only other lanes count errors
                 await asyncio.sleep(RETRY_PAUSE_S)
             self.answers.append(replace(answer, outcome="left"))
 

@@ -164,7 +164,7 @@ class Drills:
     # ------------------------------------------------------------------ unloads
 
     async def unloads(self, number: int) -> Row:
-        """Unload an adapter under load, of either base model in turn."""
+        """Unload an adapter under load, again and again; the base models take turns."""
         tally = Tally()
         counts = {"of_base": 0, "after_unload": 0, "still_loaded": 0}
         # Otherwise the adapter would stay in the nodes' memory

@@ -245,7 +245,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
 
 
 async def _join_a_batch(address: str) -> dict[str, object]:
-    """Count the decode steps between a commit and the request's first step in a full batch."""
+    """Fill a batch; count the decode steps from a further request's commit to its first step."""
     draw = random.Random(1)
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:

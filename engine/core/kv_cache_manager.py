@@ -312,7 +312,7 @@ class KVCacheManager:
         return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
-        """Release the blocks of a request that slid out of the windows of their groups."""
+        """Release those of a request's blocks that slid out of their groups' windows."""
         self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:

@@ -198,7 +198,7 @@ class EngineCounters:
         self.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def note_work(self, scheduled: SchedulerOutput) -> None:
-        """Count the attention pairs and read KV of a step; call before its requests are updated."""
+        """Count a step's attention pairs, and the KV that it reads; call before requests change."""
         ends = list[int]()  # position after the token, for each request that computes one token
         for item in scheduled.scheduled:
             begin, num_tokens = item.request.num_computed_tokens, item.num_scheduled_tokens

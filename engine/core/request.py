@@ -18,7 +18,7 @@ from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash, extra_keys_of
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.images.prompt_images import PromptImages
 
 
@@ -106,6 +106,9 @@ class Request:
         num_prompt_tokens_computed: prompt tokens that this engine computed, counted again after a
             preemption. Stays 0 if all of the prompt's KV came from a remote node.
         num_forwards: number of steps that computed tokens of this request.
+        num_images_encoded: images that the engine encoded for this request.
+        num_encodings_cached: images whose encodings were in the encoder cache.
+        encoder_s: seconds in the image encoder during this request's steps, for any request.
         num_drafts: drafts that were computed for the request.
         num_accepted_drafts: computed drafts that became part of the output.
         started_at: when the request was first scheduled, in seconds of `time.monotonic`.
@@ -151,6 +154,9 @@ class Request:
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
+    num_images_encoded: int = 0
+    num_encodings_cached: int = 0
+    encoder_s: float = 0.0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     started_at: float | None = None
@@ -252,12 +258,6 @@ class Request:
         """Return whether the client asked for prompt logprobs and no output had them yet."""
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
-
-    def add_in_flight(self, num_tokens: int) -> None:
-        """Count ``num_tokens`` tokens as in flight, as a step that computes them was submitted."""
-        self.num_tokens_in_flight += num_tokens
-        end = self.num_computed_tokens + self.num_tokens_in_flight
-        self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
 
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Store a chunk's prompt logprobs; replace those that were computed before a preemption."""

@@ -69,7 +69,7 @@ class OtherRank(Protocol):
 
 
 class OtherRanks:
-    """All ranks but the leader. A thread watches them; when one rank is gone, it ends all.
+    """All ranks but the leader. A thread watches the ranks, and ends all when one is gone.
 
     Args:
         ranks: the ranks, in order.

@@ -39,8 +39,9 @@ from engine.core.request import Request
 from engine.engine import Engine
 from engine.engine_loop import EngineLoop
 from engine.offline.answer import Answer
-from engine.offline.llm import (
-    LLM,
+from engine.offline.llm import LLM
+from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
+from engine.offline.prompts import (
     Conversation,
     Prompt,
     adapter_per_prompt,
@@ -49,7 +50,6 @@ from engine.offline.llm import (
     priority_per_prompt,
     without_images,
 )
-from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.weights_source import WeightsSource, open_source
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class _Call:
 
     Attributes:
         loop: the task's loop.
-        is_read: whether the task has read the latest `_News`.
+        is_read: whether the task has read the call's last `_News`.
         answers: the outputs so far; changed only by the engine's thread until they have ended.
     """
 
@@ -160,19 +160,8 @@ class _Pool:
 class AsyncLLM:
     """Completes prompts for asyncio: the tasks of one or several event loops share one engine.
 
-    The constructor blocks while it loads the model: call it before the event loop starts, or with
-    ``asyncio.to_thread``.
-
-    Args:
-        model: a folder in Hugging Face format, a GGUF file, or a hub id.
-        chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
-        adapters: LoRA adapters to load, by name; see `load_adapter`.
-        options: fields of EngineConfig, such as ``dtype="float32"``.
-
-    Raises:
-        ModelLoadError: the model cannot be found or loaded.
-        ConfigError: an option is wrong.
-        AdapterError: an adapter's files are malformed, or do not fit the model.
+    The constructor has the arguments and the errors of `LLM`, and blocks while it loads the model:
+    call it before the event loop starts, or with ``asyncio.to_thread``.
     """
 
     def __init__(
@@ -474,7 +463,7 @@ class AsyncLLM:
         await self._thread.ask(begin)
 
     def _leave(self, calls: Iterable[_Call]) -> None:
-        """Abort the open requests of calls whose task no longer reads them."""
+        """Abort the open requests of those calls that a task has not read to the end."""
         left = [call for call in calls if not call.is_read]
         if not left:
             return
@@ -532,7 +521,7 @@ class AsyncLLM:
         return not (self.engine.requests or self.engine.step_in_flight)
 
     def _begin_now(self, calls: Sequence[_Call], adapters: set[str]) -> None:
-        self._llm._load_named(adapters)
+        self._llm.named_adapters.load_again(adapters)
         for call in calls:
             call.answers = self._llm._begin(call.requests, streams=call.streams)
             self._open.add(call)

@@ -8,21 +8,14 @@ LLM("examples/demo_model").generate(["def read_config(path):"])
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from baton.adapters.digest import NO_ADAPTER, AdapterDigest, AdapterError
-from baton.adapters.sources import locate_adapter
+from baton.adapters.digest import AdapterDigest
 from baton.api.beam_search import (
     Beam,
     BeamCompletion,
@@ -35,50 +28,37 @@ from baton.api.changes import SleepLevel, WhenOpen, read_choice
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
-from baton.api.prompt import (
-    check_priority,
-    check_prompt,
-    check_sampling_params,
-    choice_request_id,
-    choice_seed,
-    draw_seed,
-)
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
 from baton.checkpoint.new_weights import NewWeights
-from baton.checkpoint.pooling.answers import check_generates
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
-from baton.media.expand import as_written
-from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
 from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
-from engine.offline.images import ImagePrompt, take_images, with_images
+from engine.offline.named_adapters import NamedAdapters
 from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
+from engine.offline.progress_bar import progress_bar
+from engine.offline.prompts import (
+    Conversation,
+    Prompt,
+    adapter_per_prompt,
+    as_list,
+    params_per_prompt,
+    priority_per_prompt,
+    without_images,
+)
+from engine.offline.request_maker import RequestMaker
 from engine.offline.weights_source import WeightsSource, open_source
 from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_CHARS = 256  # maximum number of characters of an adapter's name
 _POLL_S = 0.002
-
-Prompt = str | Sequence[int] | ImagePrompt
-Conversation = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedAdapter:
-    """The adapter that is registered under one name, and the source of its files."""
-
-    digest: AdapterDigest
-    folder: Path
-    pinned: bool
 
 
 class LLM:
@@ -113,8 +93,8 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Offline, only throughput matters, so prompts are not cut into chunks to keep decode steps
-        # short.
+        # Offline, only throughput matters, so prompts need not be cut into chunks, which would keep
+        # decode steps short.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         if not isinstance(adapters, Mapping):
             problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
@@ -124,7 +104,7 @@ class LLM:
         self.engine = make_engine(folder, EngineConfig(**options))
         self.served_weights = ServedWeights(self.engine, folder)
         self.is_paused = False
-        self._adapters: dict[str, _NamedAdapter] = {}
+        self.named_adapters = NamedAdapters(self.engine.adapters)
         try:
             for name, adapter_folder in adapters.items():
                 self.load_adapter(name, adapter_folder)
@@ -133,7 +113,7 @@ class LLM:
             raise
         # Answers of open requests, by request id.
         self._answers: dict[str, Answer | PooledAnswer] = {}
-        self._numbers = itertools.count(1)  # a number per prompt, for its request ids
+        self._maker = RequestMaker(self.engine, self.tokenizer, setup)
         self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._dead = False
 
@@ -169,7 +149,7 @@ class LLM:
         params_list = params_per_prompt(sampling_params, len(prompt_list))
         names = adapter_per_prompt(adapter, len(prompt_list))
         priorities = priority_per_prompt(priority, len(prompt_list))
-        self._load_named(set(names))
+        self.named_adapters.load_again(set(names))
         choices = [
             self._make_choices(prompt, params, name, priority)
             for prompt, params, name, priority in zip(
@@ -177,7 +157,7 @@ class LLM:
             )
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
-        with _progress_bar(len(answers), shown=progress) as advance:
+        with progress_bar(len(answers), shown=progress) as advance:
             while self.engine.has_work or self.engine.features.awaits_pixels:
                 advance(self._step())
         return [answer.completion() for answer in answers]
@@ -208,18 +188,7 @@ class LLM:
 
         Raises InvalidRequestError if the checkpoint has no tokenizer.
         """
-        if self.tokenizer is None:
-            raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
-        many = [conversations] if _is_conversation(conversations) else conversations
-        return [self._render(messages) for messages in many]  # type: ignore[arg-type]  # checked
-
-    def _render(self, messages: Conversation) -> Prompt:
-        assert self.tokenizer is not None
-        plain, images = take_images(messages)
-        layout = self.engine.features.images.layout if images else None
-        replaced = None if layout is None else (layout.marker, layout.written)
-        token_ids = self.tokenizer.encode_chat(plain, replaced=replaced)
-        return {"prompt": token_ids, "images": images} if images else token_ids
+        return self._maker.encode_chats(conversations)
 
     def embed(
         self,
@@ -291,7 +260,7 @@ class LLM:
 
         An empty name means the base model, whose digest is empty.
         """
-        return self._named(name).digest if name else NO_ADAPTER
+        return self.named_adapters.digest(name)
 
     def begin_pooled(self, answers: Sequence[PooledAnswer]) -> None:
         """Submit pooled requests of one adapter to the engine; first load the adapter if needed.
@@ -302,7 +271,7 @@ class LLM:
             OverloadedError: there is no slot for the adapter.
         """
         digests = {answer.request.adapter for answer in answers}
-        self._load_named({name for name, one in self._adapters.items() if one.digest in digests})
+        self.named_adapters.load_again(self.named_adapters.names_of(digests))
         for answer in answers:
             self.engine.add_request(answer.request)
             self._answers[answer.request.request_id] = answer
@@ -340,9 +309,9 @@ class LLM:
             early_stopping=early_stopping,
             end_token_ids=self.engine.eos_token_ids,
         )
-        token_ids = [self._read_text(prompt) for prompt in as_list(prompts)]
+        token_ids = [self._maker.read_text(prompt) for prompt in as_list(prompts)]
         for prompt in token_ids:
-            self._check_prompt(prompt)
+            self._maker.check_prompt(prompt)
 
         def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
             one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
@@ -379,63 +348,14 @@ class LLM:
                 model.
             OverloadedError: all adapters in memory are in use or pinned.
         """
-        _check_adapter_name(name)
-        if not isinstance(source, str | Path):
-            problem = f"must be a path or a text, got {type(source).__name__}"
-            raise InvalidRequestError("adapter", problem)
-        path = locate_adapter(source)
-        adapter = self.engine.adapters.read(path)
-        others = [one for other, one in self._adapters.items() if other != name]
-        is_pinned = pinned or any(one.pinned and one.digest == adapter.digest for one in others)
-        self.engine.adapters.load(adapter, pinned=is_pinned)
-        before = self._adapters.get(name)
-        self._adapters[name] = _NamedAdapter(adapter.digest, path, pinned)
-        if before is not None:
-            self._let_adapter_leave(before.digest)
-        return adapter.digest
+        return self.named_adapters.load(name, source, pinned=pinned)
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter, and unload it when its last request ends.
 
         Raises InvalidRequestError if no adapter has this name.
         """
-        digest = self._named(name).digest
-        del self._adapters[name]
-        self._let_adapter_leave(digest)
-
-    def _let_adapter_leave(self, digest: AdapterDigest) -> None:
-        """Unload the adapter with this digest, unless another name still refers to it."""
-        is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self.engine.adapters.digests:  # else it is unloaded already
-            self.engine.adapters.unload(digest)
-
-    def _named(self, name: str) -> _NamedAdapter:
-        found = self._adapters.get(name)
-        if found is None:
-            known = ", ".join(map(repr, sorted(self._adapters))) or "none"
-            problem = f"{name!r:.80} is not loaded; loaded: {known:.400}"
-            raise InvalidRequestError("adapter", problem)
-        return found
-
-    def _load_named(self, names: set[str]) -> None:
-        """Load those of the named adapters that were evicted; an empty name means the base model.
-
-        Raises:
-            InvalidRequestError: no adapter has one of the names.
-            AdapterError: the files have changed since they were first read.
-            OverloadedError: there are too few slots for these adapters and those of open requests.
-        """
-        wanted = [self._named(name) for name in sorted(names) if name]
-        digests = {one.digest for one in wanted}
-        for one in wanted:
-            if one.digest in self.engine.adapters.digests:
-                continue
-            if self.engine.adapters.load_again(one.digest, pinned=one.pinned, kept=digests):
-                continue
-            adapter = self.engine.adapters.read(one.folder)
-            if adapter.digest != one.digest:
-                raise AdapterError(f"{one.folder}: has changed since it was loaded; load it again")
-            self.engine.adapters.load(adapter, pinned=one.pinned, kept=digests)
+        self.named_adapters.unload(name)
 
     def stream(
         self,
@@ -451,7 +371,7 @@ class LLM:
         InvalidRequestError on the first iteration.
         """
         self._check_awake()
-        self._load_named({adapter})
+        self.named_adapters.load_again({adapter})
         requests = self._make_choices(
             prompt, sampling_params or SamplingParams(), adapter, priority
         )
@@ -539,7 +459,7 @@ class LLM:
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
-        """Load and check new weights, and wait for both; drop the weights if one fails."""
+        """Load new weights, and wait until they are checked; drop them on a failure."""
         try:
             begin()
         except BaseException:
@@ -632,7 +552,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # a caller submitted the request to the engine itself
+            if answer is None:  # a caller submitted this request directly to the engine
                 continue
             answer.on_delta(output)
             if answer.ended:
@@ -667,150 +587,7 @@ class LLM:
             compiles_grammar: whether to wait until a grammar is compiled; if False, the engine
                 compiles the grammar while other requests run.
         """
-        digest = self._named(adapter).digest if adapter else NO_ADAPTER
-        engine = self.engine
-        check_generates(self._pooling.setup)
-        images: Sequence[Any] = ()
-        if isinstance(prompt, Mapping):
-            images, prompt = prompt.get("images", ()), prompt["prompt"]
-        layout = engine.features.images.layout if images else None
-        if layout is not None and isinstance(prompt, str):
-            prompt = as_written(prompt, layout)
-        token_ids, placed = with_images(self._tokenize(prompt), images, layout)
-        self._check_prompt(token_ids)
-        prompt_images = engine.features.images.of_prompt(placed, token_ids)
-        params = self._with_marks(params, token_ids)
-        check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
-        self._check_priority(priority)
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
-        number = next(self._numbers)
-        compiles_now = compiles_grammar or params.structured_output is None
-        seed = draw_seed() if params.seed is None else params.seed
-        return [
-            Request.create(
-                choice_request_id(f"offline-{number}", index),
-                token_ids,
-                params,
-                seed=choice_seed(seed, index),
-                eos_token_ids=engine.eos_token_ids,
-                max_model_len=engine.max_model_len,
-                adapter=digest,
-                priority=priority,
-                grammar=engine.features.grammars.compile_for(params) if compiles_now else None,
-                images=prompt_images,
-            )
-            for index in range(params.n)
-        ]
-
-    def _with_marks(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
-        """Fill in the marks that delimit the checkpoint's thoughts; raises InvalidRequestError."""
-        asked = params.thinking
-        if asked is None or asked.close_token_ids:
-            return params
-        if self.tokenizer is None:
-            raise InvalidRequestError("thinking", "this checkpoint has no tokenizer.json")
-        finder = ThoughtFinder(self.tokenizer, find_marks(self.tokenizer))
-        thinking = finder.thinking(
-            prompt, budget_tokens=asked.budget_tokens, must_open=asked.must_open
+        digest = self.named_adapters.digest(adapter)
+        return self._maker.make_choices(
+            prompt, params, digest, priority, compiles_grammar=compiles_grammar
         )
-        return replace(params, thinking=thinking)
-
-    def _check_priority(self, priority: int) -> None:
-        check_priority(priority)
-        if priority and not self.engine.by_priority:
-            raise InvalidRequestError(
-                "priority", 'needs LLM(..., scheduling_policy="priority"), which is "fcfs"'
-            )
-
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        check_prompt(
-            token_ids,
-            vocab_size=self.engine.model_config.vocab_size,
-            max_model_len=self.engine.max_model_len,
-        )
-
-    def _read_text(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Mapping):
-            raise InvalidRequestError("prompt", "beam search takes no images")
-        return self._tokenize(prompt)
-
-    def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token_id) for token_id in prompt]
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "prompt", "this checkpoint has no tokenizer.json: give token ids"
-            )
-        return self.tokenizer.encode(prompt)
-
-
-def _is_conversation(value: object) -> bool:
-    """Return whether a value is one conversation, that is, a list of messages."""
-    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if ``shown``; yield a function that advances the bar."""
-    if not shown:
-        yield lambda num: None
-        return
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda num: bar.advance(task, num)
-
-
-def without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
-    """Return a pooling method's inputs as a list; raises InvalidRequestError for images."""
-    listed = [one for one in as_list(inputs) if not isinstance(one, Mapping)]
-    if len(listed) < len(as_list(inputs)):
-        raise InvalidRequestError("inputs", "must be texts or token ids, got images")
-    return listed
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # a single list of token ids
-    return list(prompts)  # type: ignore[arg-type]  # a list of prompts
-
-
-def _check_adapter_name(name: object) -> None:
-    """Raise InvalidRequestError if a name is empty, too long or not printable."""
-    if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable()):
-        problem = f"must have a name of 1 to {_MAX_NAME_CHARS} printable characters"
-        raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")
-
-
-def adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[str]:
-    if not isinstance(adapter, Sequence) or not all(isinstance(name, str) for name in adapter):
-        problem = f"must be a name or a name per prompt, got {adapter!r:.80}"
-        raise InvalidRequestError("adapter", problem)
-    names = [adapter] * num_prompts if isinstance(adapter, str) else list(adapter)
-    if len(names) != num_prompts:
-        problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"
-        raise InvalidRequestError("adapter", problem)
-    return names
-
-
-def priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> list[int]:
-    priorities = [priority] * num_prompts if isinstance(priority, int) else list(priority)
-    if len(priorities) != num_prompts:
-        problem = f"must be one or {num_prompts} (one per prompt), got {len(priorities)}"
-        raise InvalidRequestError("priority", problem)
-    return priorities
-
-
-def params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequestError(
-            "sampling_params", f"must be one or {num_prompts} (one per prompt), got {len(params)}"
-        )
-    return list(params)

@@ -25,7 +25,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import SMALL_GRAMMARS, EarlyGrammars, GrammarTrials
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, one_line
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.request import Request
 
 NUM_THREADS = 2
@@ -302,7 +302,7 @@ class GrammarCompiler:
 
 
 def _take_notice(making: asyncio.Future[LLMatcher]) -> None:
-    """Read a future's error, so that asyncio does not log it if no caller waits for it."""
+    """Read a future's error; otherwise, asyncio logs the errors for which no caller waits."""
     if not making.cancelled():
         making.exception()
 

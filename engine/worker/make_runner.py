@@ -18,6 +18,7 @@ from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs, captured_sizes
 from engine.worker.device_choice import BackendNames
 from engine.worker.drafting.base import Drafting
+from engine.worker.extras.rank_tokens import RankTokens
 from engine.worker.extras.step_extras import StepExtras
 from engine.worker.forward import Forward
 from engine.worker.graph_inputs import GraphInputs
@@ -98,7 +99,7 @@ def make_model_runner(
     extras = StepExtras(
         loaded.model,
         device,
-        is_last_stage=loaded.ranks.is_last_stage,
+        tokens=RankTokens(loaded.ranks, are_sent=sends_tokens),
         drafting=drafting,
         replays=lambda: bool(decode_graphs.graphs or chunk_graphs.graphs),
     )
@@ -120,8 +121,6 @@ def make_model_runner(
         ),
         StepSampler(_samples_on_device(samples_on_device, device), rejects),
         extras,
-        ranks=loaded.ranks,
-        sends_tokens=sends_tokens,
         num_steps=config.max_steps_in_flight,
     )
 

@@ -70,7 +70,7 @@ class MemoryProfile:
 
     @property
     def has_plenty(self) -> bool:
-        """Return whether the KV cache gets `largest_cache`, whatever activations take."""
+        """Return whether the KV cache gets `largest_cache`, however much activations take."""
         return self.room >= PLENTY * (self.weights + self.largest_cache)
 
     def __str__(self) -> str:

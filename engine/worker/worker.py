@@ -185,13 +185,13 @@ class Worker:
 
     def _make_runner(self, loaded: LoadedModel, drafter: AnyDrafter | None) -> ModelRunner:
         memory, rejects = self.kv_memory, self.config.draft_acceptance == "rejection"
-        if getattr(drafter, "state_layers", ()):  # graphs keep no states between layers
+        if getattr(drafter, "state_layers", ()):  # the drafter needs states that no graph keeps
             loaded = replace(loaded, config=replace(loaded.config, cuda_graphs=False))
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
             *(loaded, memory.tensor, self.max_model_len),
             # With several stages, plans contain all token ids, so none are sent
-            # (`engine/core/scheduler.py`).
+            # (`engine/core/steps_in_flight.py`).
             sends_tokens=self.runs_ahead and self._ranks.num_stages == 1,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
@@ -277,7 +277,7 @@ class Worker:
         self._weights.wake()
 
     def _load_model(self, folder: Path, *, is_kept: bool = True) -> CausalLM:
-        """Load a model from a folder with the configuration of this worker's model."""
+        """Load a folder's model, with the dtype, packing and options of this worker's model."""
         config = self.config
         return load_model(
             folder,
@@ -347,7 +347,7 @@ class Worker:
     def do_idle_work(self, num_used_blocks: int) -> bool:
         """Populate memory of a few KV blocks ahead of use; return whether more is left to populate.
 
-        Does nothing while another node computes on this node's cores, which it would slow down.
+        Does nothing while another node computes on this node's cores, to not slow that node down.
         """
         if self._lent_cores is not None and self._lent_cores.are_taken():
             return False

@@ -14,7 +14,7 @@ class Scoring(Enum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
-    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # chosen by their logits, without other experts
+    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # over the logits of the chosen experts only
 
 
 @dataclass(frozen=True, slots=True)

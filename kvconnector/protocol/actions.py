@@ -140,7 +140,7 @@ class ProbePosted:
 
 @dataclass(frozen=True, slots=True)
 class SlotRead:
-    """Input: the result of `ReadSlot`: the digest of the bytes in the peer's slot."""
+    """Input: the result of `ReadSlot`: the digest of the bytes in the slot lent to a peer."""
 
     action: ReadSlot
     digest: bytes
@@ -217,7 +217,7 @@ class Pause:
 class WriteProbe:
     """Action: write this node's pattern to the peer's slot.
 
-    It is written ``max_writes`` times, or less often if ``max_s`` seconds are over.
+    The pattern is written ``max_writes`` times, or less often if ``max_s`` seconds have passed.
     """
 
     engine_id: str
@@ -236,7 +236,7 @@ class LendSlot:
 
 @dataclass(frozen=True, slots=True)
 class ReadSlot:
-    """Action: compute the digest of the bytes in a peer's slot; `SlotRead` follows."""
+    """Action: compute the digest of the bytes in the slot lent to a peer; `SlotRead` follows."""
 
     slot: int
     engine_id: str

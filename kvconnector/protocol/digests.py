@@ -1,4 +1,4 @@
-"""Digests of blocks: D checks that the bytes in its memory are the bytes that P sent.
+"""Digests of blocks: a decode node (D) checks that it has the bytes that a prefill node (P) sent.
 
     P  digest of its memory when it posts a piece -> Digests, when the piece is complete
     D  digest of its own memory                   -> equal: verified; else Resend, which counts
@@ -202,7 +202,7 @@ class DigestTeller:
         self._posted[write.engine_id, write.key].append(digests)
 
     def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Return messages with the digests of a transfer's oldest write; none if it failed."""
+        """Return the digests of a transfer's oldest write in messages; none if the write failed."""
         digests = self._take_off(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
@@ -346,8 +346,8 @@ class DigestVerifier:
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        # A Commit that comes again after this time was repeated by the sender; an earlier copy was
-        # duplicated by the network.
+        # If the same Commit arrives again after this time, the sender has repeated it. An earlier
+        # copy may be a duplicate that the network made.
         elif now - arrival.asked_at >= REPEAT_S / 2:
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):

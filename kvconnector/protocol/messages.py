@@ -1,4 +1,4 @@
-"""Messages between sender and receiver: short, typed, checked when decoded.
+"""Messages between a prefill node (P) and a decode node (D): short, typed, checked when decoded.
 
 P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
 P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult
@@ -43,7 +43,7 @@ Places = Annotated[list[Count], msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base class of all messages; ``engine_id`` is the sender's engine id."""
+    """Base class of all messages; ``engine_id`` is the engine id of the node that sends it."""
 
     engine_id: Name
 
@@ -54,11 +54,12 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """P asks whether D knows P and is responsive.
+    """The prefill node asks whether the decode node knows it and is responsive.
 
     Attributes:
-        sent_at_s: time on P's clock; D returns it unchanged.
-        test: number of the self-test that P wants to run; each new test has a greater number.
+        sent_at_s: time on the prefill node's clock, which the decode node returns unchanged.
+        test: number of the self-test that the prefill node wants to run; each new test has a
+            greater number.
     """
 
     sent_at_s: float = 0.0
@@ -66,7 +67,10 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
-    """D knows P, and P may write self-test ``test`` to ``slot``; None: P may not write now."""
+    """The decode node knows the prefill node, which may write self-test ``test`` to ``slot``.
+
+    If ``slot`` is None, the prefill node may not write a self-test now.
+    """
 
     sent_at_s: float = 0.0
     test: Count = 0
@@ -74,7 +78,7 @@ class HelloAck(_Message, frozen=True, kw_only=True):
 
 
 class SelfTest(_Message, frozen=True, kw_only=True):
-    """P has finished its test writes; D's slot must contain bytes with this ``digest``."""
+    """The prefill node's test writes have ended; the slot's bytes must have this ``digest``."""
 
     test: Count
     digest: Digest
@@ -85,7 +89,7 @@ class SelfTest(_Message, frozen=True, kw_only=True):
 
 
 class SelfTestResult(_Message, frozen=True, kw_only=True):
-    """D has checked the slot of self-test ``test``; ``problem`` is empty if the bytes are right."""
+    """The decode node has checked the slot; ``problem`` is empty if the slot's bytes are right."""
 
     test: Count
     problem: Text = ""
@@ -93,33 +97,33 @@ class SelfTestResult(_Message, frozen=True, kw_only=True):
 
 
 class Start(_RequestMessage, frozen=True, kw_only=True):
-    """P began to compute a prompt of ``num_tokens`` tokens."""
+    """The prefill node began to compute a prompt of ``num_tokens`` tokens."""
 
     num_tokens: Count
 
 
 class Grant(_RequestMessage, frozen=True, kw_only=True):
-    """P may write the prompt's blocks from index ``first_block`` on to D's ``block_ids``, in order.
+    """The prefill node may write the prompt's blocks, from ``first_block`` on, to ``block_ids``.
 
-    ``first_block`` is an index among the prompt's transferred blocks; D already has the earlier
-    blocks.
+    ``first_block`` is an index among the prompt's transferred blocks; the decode node already has
+    the earlier blocks. ``block_ids`` are the decode node's blocks, in the same order.
     """
 
-    block_ids: BlockIds  # P checks the ids against D's number of blocks
+    block_ids: BlockIds  # the prefill node refuses ids that are too large for the decode node
     first_block: Count = 0
 
 
 class Watermark(_RequestMessage, frozen=True, kw_only=True):
-    """``num_tokens`` tokens are complete in D, in the first ``num_blocks`` granted blocks."""
+    """``num_tokens`` tokens are complete on the decode node, in the first ``num_blocks`` blocks."""
 
     num_tokens: Count
     num_blocks: Count = 0
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
-    """All blocks are complete in D's memory; D continues from ``record``.
+    """All blocks are complete in the decode node's memory; it continues from ``record``.
 
-    The other fields measure what the transfer cost; D reports them in the request's receipt.
+    The other fields measure what the transfer cost, for the request's receipt.
     """
 
     record: HandoffRecord
@@ -132,34 +136,35 @@ class Commit(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Cancel(_RequestMessage, frozen=True, kw_only=True):
-    """D no longer wants this request's KV; P must answer Quiet."""
+    """The decode node no longer wants this request's KV; the prefill node must answer Quiet."""
 
 
 class Quiet(_RequestMessage, frozen=True, kw_only=True):
-    """P has no write in flight for this request, and will post no more."""
+    """The prefill node has no write in flight for this request, and will post no more."""
 
     reason: Text
 
 
 class Beat(_Message, frozen=True, kw_only=True):
-    """P is alive. D answers with a Beat, which renews P's lease to write to D's memory.
+    """The prefill node is alive; so is the decode node, which answers with a Beat of its own.
 
-    ``sent_at_s``: time on P's clock; D returns it unchanged. The lease starts at this time, not
-    when the answer arrives, because the answer may wait in a queue.
+    The answer renews the prefill node's lease to write to the decode node's memory. ``sent_at_s``:
+    time on the prefill node's clock, which the answer returns unchanged. The lease starts at this
+    time, not when the answer arrives, because the answer may wait in a queue.
     """
 
     sent_at_s: float = 0.0
 
 
 class Digests(_RequestMessage, frozen=True, kw_only=True):
-    """P's keyed digests of granted blocks whose writes are complete.
+    """The prefill node's keyed digests of granted blocks whose writes are complete.
 
     Attributes:
         indices: indexes of the blocks among the request's transferred blocks.
         layers: the written layers; None: all.
-        attempt: how often D has requested these blocks again; 0: the first write.
-        first_number: number of the first digest; the next digests have consecutive numbers. P never
-            uses a number twice.
+        attempt: how often the decode node has requested these blocks again; 0: the first write.
+        first_number: number of the first digest; the next digests have consecutive numbers. The
+            prefill node never uses a number twice.
     """
 
     indices: Places
@@ -170,7 +175,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Resend(_RequestMessage, frozen=True, kw_only=True):
-    """D asks P to write blocks again, because their content differs from P's digests."""
+    """The prefill node must write blocks again, because their content differs from its digests."""
 
     indices: Places
     layers: tuple[Count, Count]
@@ -178,7 +183,7 @@ class Resend(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Verified(_RequestMessage, frozen=True, kw_only=True):
-    """D has compared all blocks and found them right; P may release its blocks."""
+    """The decode node found all blocks right; the prefill node may release its blocks."""
 
 
 Message = (

@@ -1,6 +1,6 @@
 """Probe: tests, before the first KV is sent, whether written bytes reach a peer, and how fast.
 
-    P                                D
+    prefill node                     decode node
     Hello (test 7)          ->       clears a slot of its scratch memory, if one is free
                             <-       HelloAck (test 7, slot 2)
     write once; then repeatedly, within limits of time and bytes, to measure bandwidth

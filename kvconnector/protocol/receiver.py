@@ -88,8 +88,8 @@ class ReceiveMachine:
         self.peers.tick()
         for engine_id in self._dead_peers.take_drained(now, self._num_read_rounds):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
-        # If the sender has ended the transfer and its last message was lost, it answers a repeated
-        # Grant with Quiet.
+        # If the sender has ended the transfer and this message was lost, the sender answers a
+        # repeated Grant with Quiet.
         for _, grant in self.grants.take_due(now):
             self.peers.send(grant.engine_id, grant.message)
         self._slots.tick()
@@ -102,7 +102,7 @@ class ReceiveMachine:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether a peer may be writing a probe: fast polling makes its speed right."""
+        """Return whether a peer may be writing a probe, for which the I/O loop must poll fast."""
         return self._slots.is_lent
 
     # ------------------------------------------------------------------ the node's wishes

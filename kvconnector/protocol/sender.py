@@ -88,7 +88,7 @@ class SendMachine:
     ) -> None:
         self._own = own
         self._num_layers = own.manifest.layers_per_unit
-        # By peer's engine id; kept while transfers to the peer are open
+        # Slices by the peer's engine id; kept while transfers to the peer are open
         self._slices: dict[str, Slices] = {}
         self._portions = portions
         self._is_verified = is_verified

@@ -10,7 +10,7 @@ from kvconnector.base import BlockPush, HandoffRecord, PushTotals
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # how often a block with a wrong digest is written again
+MAX_ATTEMPTS = 3  # how often a block with a wrong digest is written again, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # owner of a block that is always held, which is no leak
-_MOST_REQUESTS = 2**31 - 1  # limit of the list; more than there can be open requests
+# Owners that keep blocks without a request, which is no leak. "cache" is that of encode nodes.
+_NO_REQUEST = frozenset({"null block", "cache"})
+_MOST_REQUESTS = 2**31 - 1  # maximum length of a list; more than can be open
 
-# (node name, id of the request that holds the block or empty, block id)
+# (node name, id of the request that holds the block; empty: none does, block id)
 Block = tuple[str, str, int]
 
 
@@ -49,7 +50,7 @@ class Look:
     """The held blocks of all nodes at one moment.
 
     Attributes:
-        held: blocks that have an owner, or references without an owner.
+        held: blocks with an owner, and blocks whose references have no owner.
         stale: those of the held blocks that have no owner, or whose request is no longer open.
     """
 
@@ -119,7 +120,7 @@ def _look(
         (one.node_name, holding)
         for one in nodes
         for holding in one.ledger.holdings
-        if holding.owner != _NO_REQUEST
+        if holding.owner not in _NO_REQUEST
     ]
     orphans = {block for node, part in unowned for block in _blocks(node, "", [part])}
     held = {

@@ -36,7 +36,7 @@ class CacheReport:
     def cached_share(self) -> float | None:
         """Share of prompt tokens that the server had cached.
 
-        None if the server does not report it.
+        None if the server does not report cached tokens.
         """
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
@@ -44,7 +44,7 @@ class CacheReport:
     def shared_share(self) -> float | None:
         """Share of prompt tokens that this run itself may have cached.
 
-        None if the server does not report it.
+        None if the server does not report cached tokens.
         """
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
@@ -58,7 +58,7 @@ class CacheReport:
         )
 
     def warning(self) -> str:
-        """Return a warning if so many tokens were cached that TTFT is a cache's; empty if not."""
+        """Return a warning if so many tokens were cached that TTFT shows the cache; else empty."""
         cached, shared = self.cached_share, self.shared_share
         if cached is None or shared is None:
             return ""
@@ -77,11 +77,16 @@ class CacheReport:
 
 
 def report_cache(records: Sequence[RequestRecord]) -> CacheReport:
-    """Count the cached tokens of the measured prompts, and those that the run itself explains."""
+    """Count the cached tokens of the measured prompts, and those that the run itself explains.
+
+    Prompts with images are left out: only the server knows how many tokens an image has.
+    """
     usages = [
         (record.usage, record.planned.shared_share)
         for record in records
-        if record.usage is not None and record.usage.num_cached_tokens is not None
+        if record.usage is not None
+        and record.usage.num_cached_tokens is not None
+        and not record.planned.images
     ]
     return CacheReport(
         num_requests=len(usages),

@@ -36,7 +36,7 @@ class RunClock:
         return self._now() - self.began_at
 
     async def sleep_until(self, moment_s: float) -> None:
-        """Sleep until a moment, never less; if it is over, only let other tasks run once."""
+        """Sleep until a moment, not shorter; if the moment has passed, let other tasks run once."""
         left_s = moment_s - self.now_s()
         await asyncio.sleep(max(left_s, 0))
         while (left_s := moment_s - self.now_s()) > _EARLY_S:  # noqa: ASYNC110  # time sets no event
@@ -63,8 +63,8 @@ class LoopLag:
         """Measure the event loop's lag until cancelled."""
         due_s = self._clock.now_s()
         while True:
-            # Missed measurements are not made up: a stop of one second is one measurement of a
-            # second.
+            # Measurements that were due during a stop are skipped: a stop of one second gives a
+            # single lag of one second.
             due_s = max(due_s, self._clock.now_s()) + _PROBE_EVERY_S
             await self._clock.sleep_until(due_s)
             now_s = self._clock.now_s()

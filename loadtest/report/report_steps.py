@@ -63,7 +63,7 @@ def _ms(values: Distribution | None, name: str) -> str:
 
 
 def cache_lines(steps: Sequence[Step]) -> list[str]:
-    """Return a warning for each step whose prompts were cached so much that TTFT is a cache's."""
+    """Return a warning for each step with so many cached tokens that its TTFT shows the cache."""
     warned = [(step, warning) for step in steps if (warning := step.result.summary.cache.warning())]
     return [f"warning: at {step.value:.4g}: {warning}" for step, warning in warned]
 

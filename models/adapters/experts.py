@@ -165,7 +165,7 @@ class AdaptedExperts:
     ) -> Tensor:
         """Return one layer's results with adapters, by each row's expert: ``[num_rows, outputs]``.
 
-        All rows of an expert are multiplied in one call; all adapters' products are added in one.
+        One call multiplies all rows of an expert; one further call adds all adapters' products.
         """
         made: list[Tensor] = []
         spans: list[ops.LowRankSpan] = []

@@ -149,7 +149,7 @@ class Targets:
 
 
 def _why_unknown(name: str) -> str:
-    """Return, for an error, why the model has no layer that adapters may adapt under this name."""
+    """Return why adapters may adapt no layer of this name, as the text of an error."""
     if text_name(name) is None:
         return "adapts the image part, and only text is computed; train with PEFT's exclude_modules"
     return f"the base model has no linear layer {name:.200}"
@@ -235,7 +235,7 @@ def _experts(
     names = [name for name, _ in module.part_rows()]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates before ups
     num_experts, size = len(names) // len(kinds), module.part_sizes[0]
-    kept = _kept(module, f"{names[0]}.weight")  # the same for all experts
+    kept = _kept(module, f"{names[0]}.weight")  # equal for all experts
     whole = size if kept is None else kept.shape[0]
     own, columns = (None, None) if kept is None else (kept.rows, kept.columns)
     by_turns = _spec_of(model, path).stored_by_turns

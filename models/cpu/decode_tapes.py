@@ -59,8 +59,8 @@ class DecodeTapes:
 
     Args:
         ops: native ops, whose calls are recorded.
-        num_batches: number of batches that take turns (`Scheduler.num_stages`). A shape that occurs
-            again within this many steps counts as occurring in successive steps.
+        num_batches: number of batches that take turns (`StepsInFlight.num_stages`). A shape that
+            occurs again within this many steps counts as occurring in successive steps.
 
     Attributes:
         num_batches: the argument, unchanged.

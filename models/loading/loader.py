@@ -228,7 +228,7 @@ class PackingModel(Protocol):
         """Pack the rows of ``owner.weight``; return whether they were packed."""
 
     def finish(self) -> None:
-        """Replace the layers whose weights were packed by packed layers."""
+        """Put packed layers in place of the layers whose weights were packed."""
 
 
 class WeightPacker(Protocol):

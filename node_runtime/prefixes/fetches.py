@@ -112,6 +112,10 @@ class FetchCounts:
     tokens: int = 0
     num_bytes: int = 0
 
+    def by_state(self) -> dict[str, int]:
+        """Return the numbers of fetches, by what became of them."""
+        return {"expected": self.started, "received": self.received, "lost": self.lost}
+
 
 class Fetches:
     """All prefixes that are to arrive at one node. Used on the node's thread.

@@ -13,7 +13,6 @@ from baton.api.outputs import PrefillReceipt, RequestDelta
 from baton.link.words import (
     CancelCommand,
     DecodeCommand,
-    EncodeCommand,
     NodeRole,
     PrefillCommand,
     RequestError,
@@ -21,7 +20,6 @@ from baton.link.words import (
 )
 from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
-from router.fleet.encode_places import EncodePlaces, EncodePlan
 from router.fleet.node import LegDelta, LegWork, Node
 from router.fleet.prefix_sources import PrefixSource
 
@@ -43,8 +41,6 @@ class Attempt:
         decode: the decode node; None if the output ends with the token that the prefill node
             samples.
         buffer: receives the tokens; already holds the tokens of earlier attempts.
-        encodings: which encode nodes encode which images, and the table that counts this work;
-            None: the node that computes the prompt encodes the images.
 
     Attributes:
         prefill_receipt: receipt of the prefill node; None before its first token.
@@ -62,13 +58,11 @@ class Attempt:
         decode: Node | None,
         buffer: OutputBuffer,
         terms: AttemptTerms,
-        encodings: tuple[EncodePlan, EncodePlaces] | None = None,
     ) -> None:
-        self._images, self._encodings = call.images, encodings
-        self._source = terms.prefix_source
         self.prefill = prefill
         self.decode = decode
         self.epoch = terms.epoch
+        self._encodings, self._source = terms.encodings, terms.prefix_source
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
         self._request_id = call.scoped_id
@@ -137,7 +131,7 @@ class Attempt:
                     decode_engine_id=peer,
                     images=call.images,
                     pooling=call.pooling,
-                    encode_engine_ids=self._encodings[0].engine_ids if self._encodings else (),
+                    encode_engine_ids=self._encodings.engine_ids,
                     fetch_engine_id=source.node.engine_id if source else "",
                     fetch_num_tokens=source.num_tokens if source else 0,
                     **for_both,
@@ -145,7 +139,7 @@ class Attempt:
             )
             if source is not None:
                 self._send_share_command(call, source, self.prefill)
-            self._send_encode_commands(self.prefill, for_both["timeout_s"])
+            self._encodings.send_commands(for_both["timeout_s"])
 
     def _send_share_command(self, call: Call, source: PrefixSource, prefill: Node) -> None:
         """Tell a node to send the prompt's cached prefix to the prefill node."""
@@ -163,28 +157,6 @@ class Attempt:
                 images=tuple(image for image in images if image.span.end <= len(token_ids)),
             )
         )
-
-    def _send_encode_commands(self, prefill: Node, timeout_s: float) -> None:
-        """Tell encode nodes to encode the images and send them to the prefill node."""
-        if self._encodings is not None:
-            for node, images in self._encodings[0].by_node:
-                node.send(
-                    EncodeCommand(
-                        request_id=self._request_id,
-                        epoch=self.epoch,
-                        prefill_engine_id=prefill.engine_id,
-                        timeout_s=timeout_s,
-                        images=images,
-                    )
-                )
-
-    def _end_encodings(self) -> None:
-        """Cancel the images that still wait on encode nodes; safe to repeat."""
-        if self._encodings is not None:
-            (plan, places), self._encodings = self._encodings, None
-            places.close(plan)
-            for node, _ in plan.by_node:
-                node.send(CancelCommand(self._request_id, self.epoch))
 
     @property
     def nodes(self) -> list[Node]:
@@ -268,13 +240,7 @@ class Attempt:
             if self._source is not None:
                 self._source.note_receipt(item.delta.prefill)
             prefill.relieve_leg(self.epoch)
-            if self._encodings is not None:
-                (plan, places), self._encodings = self._encodings, None
-                places.note_computed(plan, self._images, item.delta.prefill)
-                # Encode nodes may still have images in their queues
-                if item.delta.prefill.num_encodings_lost:
-                    for node, _ in plan.by_node:
-                        node.send(CancelCommand(self._request_id, self.epoch))
+            self._encodings.note_computed(item.delta.prefill)
         if self._kv_arrived:  # the prefill node's work for this attempt is done
             prefill.close_leg(self.epoch)
 
@@ -286,7 +252,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
-        self._end_encodings()
+        self._encodings.end()
         for node in self.nodes:
             node.close_leg(self.epoch)
             # Nodes need no cancellation after the decode node's last token: both have finished the

@@ -15,6 +15,7 @@ from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.fleet.adapter_places import NO_SOURCE, AdapterSource
+from router.fleet.encodings.encode_work import EncodeWork
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.fleet.prefix_sources import PrefixSource
 
@@ -110,6 +111,7 @@ class AttemptTerms:
     Attributes:
         epoch: number of the attempt, which nodes repeat in their deltas.
         timeout_s: seconds until the call's deadline.
+        encodings: the attempt's images on encode nodes.
         num_cached_tokens: number of prompt tokens that the node that computes the prompt probably
             has in its cache.
         trace: the attempt's span, which is the parent of the nodes' spans; None: the call is not
@@ -120,6 +122,7 @@ class AttemptTerms:
 
     epoch: int
     timeout_s: float
+    encodings: EncodeWork
     num_cached_tokens: int = 0
     trace: TraceContext | None = None
     adapter_source: AdapterSource = NO_SOURCE

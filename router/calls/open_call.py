@@ -186,31 +186,29 @@ class OpenCall:
         )
         if not self._output_token_ids:
             self._router_queue_s = noted.began_s
-        epoch, encodings = next(self._epochs) % 2**32, None
-        if prefill is not None and call.images:
-            cached = placement.num_cached_tokens
-            plan = pool.plan_encodings(call.images, prefill, cached, epoch)
-            encodings = None if plan is None else (plan, pool.encode_places)
-        source = self._choose_prefix_source(prefill) if prefill is not None else None
+        epoch, num_cached = next(self._epochs) % 2**32, placement.num_cached_tokens
         terms = AttemptTerms(
             epoch=epoch,
             timeout_s=self._remaining_s(),
-            num_cached_tokens=placement.num_cached_tokens,
+            encodings=pool.plan_encodings(call.scoped_id, epoch, call.images, prefill, num_cached),
+            num_cached_tokens=num_cached,
             trace=noted.trace,
             adapter_source=pool.adapters.source_of(call.terms.adapter),
-            prefix_source=source,
+            prefix_source=self._choose_prefix_source(prefill),
         )
-        self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms, encodings)
+        self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms)
         computes = decode if prefill is None else prefill
         forecast = computes.forecast_of(terms.epoch)
         self._placer.decisions.note_forecast(call.scoped_id, forecast)
         return self._attempt
 
-    def _choose_prefix_source(self, prefill: Node) -> PrefixSource | None:
+    def _choose_prefix_source(self, prefill: Node | None) -> PrefixSource | None:
         """Choose a node that sends a cached prefix to the prefill node; None: none."""
         call = self._call
-        if call.pooling is not None or call.sampling_params.prompt_logprobs is not None:
-            return None  # the prefill node may have to compute the whole prompt
+        # For logprobs of the prompt and for pooling, the prefill node computes the whole prompt.
+        is_whole = call.pooling is not None or call.sampling_params.prompt_logprobs is not None
+        if prefill is None or is_whole:
+            return None
         hashes, token_ids = call.hashes, call.prompt_token_ids
         if self._output_token_ids:
             token_ids = [*token_ids, *self._output_token_ids]

@@ -41,12 +41,13 @@ from baton.link.words import (
     protocol_problem,
 )
 from router.fleet.adapter_places import AdapterPlaces
-from router.fleet.encode_places import EncodePlaces, EncodePlan
+from router.fleet.encodings.encode_places import EncodePlaces
+from router.fleet.encodings.encode_work import EncodeWork
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet, make_prompt_fleet
 from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
-from router.fleet.load.forecast import ForecastCounts
+from router.fleet.load.forecast import PlaceForecasts
 from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 # Maximum number of characters kept of a problem that a node reports about a peer
 MAX_KEPT_CHARS = 1024
 # Nodes hang up on a router that is silent for about a second. If this router was busy for longer
-# than `HELD_UP_S`, it does not take nodes that hang up within the next `HELD_UP_FOR_S` for lost.
+# than `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
@@ -139,8 +140,8 @@ class NodePool:
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
         # Fleet for pooled prompts; None: make it when it is read next
         self._prompt_fleet: Fleet | None = None
-        # When the last missing node left, of the roles that have no usable node; None: find out at
-        # the next read.
+        # When the last missing node left; only roles without a usable node count. None: find out
+        # at the next read.
         self._missing_since: float | None = None
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
@@ -167,7 +168,7 @@ class NodePool:
         return takes == {node.registration.role for node in nodes}
 
     @property
-    def forecasts(self) -> ForecastCounts:
+    def forecasts(self) -> PlaceForecasts:
         """Counts of how well the times of prompts were forecast, over all nodes."""
         return self._rates.forecasts
 
@@ -192,28 +193,34 @@ class NodePool:
         return min(fleet.max_model_len, limit) if fleet else self.max_model_len
 
     def plan_encodings(
-        self, images: Sequence[PromptImage], prefill: Node, num_cached_tokens: int, epoch: int
-    ) -> EncodePlan | None:
-        """Choose which encode nodes encode the images of an attempt.
-
-        Returns None if no encode node can be used, so that the prefill node encodes.
+        self,
+        request_id: str,
+        epoch: int,
+        images: Sequence[PromptImage],
+        prefill: Node | None,
+        num_cached_tokens: int,
+    ) -> EncodeWork:
+        """Choose which encode nodes encode the images of an attempt, and count this work.
 
         Args:
+            request_id: the call's id on nodes.
+            epoch: number of the attempt.
+            prefill: the attempt's prefill node; None: the decode node encodes all images.
             num_cached_tokens: number of prompt tokens that the prefill node probably has in its
                 cache.
-            epoch: number of the attempt.
         """
-        if not images or not prefill.registration.encodings_peer_info:
-            return None
-        reached = self._reach.bandwidths
-        nodes = [
-            node
-            for node in self._of(NodeRole.ENCODE)
-            if prefill.engine_id in reached.get(node.engine_id, {})
-            and not node.is_silent
-            and self.is_eligible(node)
-        ]
-        return self.encode_places.plan(images, prefill, nodes, num_cached_tokens, epoch)
+        plan = None
+        if images and prefill is not None and prefill.registration.encodings_peer_info:
+            reached = self._reach.bandwidths
+            nodes = [
+                node
+                for node in self._of(NodeRole.ENCODE)
+                if prefill.engine_id in reached.get(node.engine_id, {})
+                and not node.is_silent
+                and self.is_eligible(node)
+            ]
+            plan = self.encode_places.plan(images, prefill, nodes, num_cached_tokens, epoch)
+        return EncodeWork(request_id, images, plan, self.encode_places)
 
     def choose_prefix_source(
         self, prefill: Node, hashes: PromptHashes, num_prompt_tokens: int
@@ -377,7 +384,7 @@ class NodePool:
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            # If the router was held up, the node hung up for this reason and lives
+            # If the router was held up, the node hung up for this reason, and is not lost
             if not self._is_held_up:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)

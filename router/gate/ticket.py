@@ -71,7 +71,7 @@ class Ticket:
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether the request begins before other tenants': its priority is negative."""
+        """Return whether the priority is negative, so that the request precedes other tenants'."""
         return self.order[0] < 0
 
     @property

@@ -213,7 +213,7 @@ class Architecture:
         prefix: prefix of a layer's tensors in Hugging Face layout.
         outer: names of tensors outside layers, where they differ from `COMMON_OUTER`.
         names: names of a layer's tensors, where they differ from `COMMON_NAMES`. A key that ends in
-            `.weight` or `.bias` stands for this tensor alone, and the key's name is complete.
+            `.weight` or `.bias` stands for this tensor alone, and its value includes the ending.
         joins: tensors that Hugging Face layout joins: the joined tensor's name within a layer, and
             the file's tensors whose rows it joins.
         changes: the converter's changes to undo, in order, by tensor of the file or by name in

@@ -18,7 +18,7 @@ from baton.checkpoint.gguf.file import GgufFile, StoredTensor
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _MAX_PARTS = 10**5
-# A younger file is not cached: changes within one tick of the kernel's clock keep a file's times.
+# A younger file is not cached: a change within a tick of the kernel's clock leaves its times equal.
 _YOUNG_NS = 2 * 10**9
 _MOST_VALUES = 4096  # longest list that `read_places` keeps
 _COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"

@@ -15,7 +15,7 @@ from baton.checkpoint.gguf.architecture import Architecture, Keys
 from baton.checkpoint.gguf.file import GgufFile
 from baton.registry import Registry
 
-# Each entry is the whole table of a family, which is in turn looked up by the architecture's name.
+# Architecture's name -> table of its family, which in turn maps the name to the `Architecture`.
 ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
     "GGUF architecture", GGUF_ARCHITECTURES
 )

@@ -34,7 +34,10 @@ def check_generates(setup: PoolingSetup) -> None:
 
 
 def check_embeds(setup: PoolingSetup, dimensions: int | None = None) -> None:
-    """Raise InvalidRequestError unless the model makes embeddings, with ``dimensions`` if given."""
+    """Raise InvalidRequestError unless the model makes embeddings.
+
+    If ``dimensions`` is given, the embeddings must have at least this many values.
+    """
     if setup.task is not PoolingTask.EMBED:
         raise InvalidRequestError("model", f"makes no embeddings; it makes {_made_by(setup)}")
     size = setup.hidden_size
@@ -64,7 +67,7 @@ def _made_by(setup: PoolingSetup) -> str:
 
 
 def prompt_before(setup: PoolingSetup, name: str | None) -> str:
-    """Return the prompt, a text of the checkpoint to put before an input.
+    """Return a prompt of the checkpoint: a text to put before an input.
 
     Args:
         name: name of the prompt; None: the checkpoint's default prompt; empty: no prompt.

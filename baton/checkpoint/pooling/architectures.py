@@ -14,8 +14,9 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.families import ARCHITECTURES
 
 _MODEL, _LABELS, _TOKENS = "Model", "ForSequenceClassification", "ForCausalLM"
-# Name of a text network without ``Model`` -> name of its generating model without ``ForCausalLM``,
-# where the two differ because the plain name belongs to a model that takes images.
+# Name of a text network, without ``Model`` -> name of the model that generates text with this
+# network, without ``ForCausalLM``. Lists only networks for which the two names differ, because a
+# model that takes images has the plain name.
 _TEXT_NETWORKS = {"Gemma3Text": "Gemma3"}
 MAX_LABELS = 4096
 

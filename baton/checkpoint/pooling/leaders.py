@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MIN_SHARED_TOKENS = 64  # for fewer tokens, waiting for a leader costs more time
+MIN_SHARED_TOKENS = 64  # with fewer tokens, waiting for a leader costs more time than it saves
 
 
 def find_leaders(

@@ -244,7 +244,7 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
 
 
 def _push_account(push: types_pb2.PushReceipt) -> str:
-    """Return a text that says how much KV the decode node received, and how."""
+    """Return a text that says how much KV the decode node received, by which transport."""
     if not push.num_blocks:
         return "got no KV blocks from another node"
     by = f" by {escape(push.transport)}" if push.transport else ""

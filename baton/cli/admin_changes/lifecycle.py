@@ -45,7 +45,8 @@ def drain(
     """Let a node finish its requests and take no new ones; the node stays, for `resume` or
     `remove`.
 
-    With --wait, returns when no request, transfer or block that a peer may write is left there.
+    With --wait, returns when the node has no requests, no transfers, and no blocks that a peer may
+    still write.
     """
     with connection(access) as admin:
         found = admin.call("Drain", node=name)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _BUSY = ("loading", "changing", "waking")
-_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # errors while a node that changes is not joined
+_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # errors while a changing node has left
 
 NodesArgument = Annotated[
     list[str] | None,
@@ -161,7 +161,10 @@ def drop(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Forget loaded weights, or give up a change while a node still drains."""
+    """Forget loaded weights, or give up a change while a node still drains.
+
+    Forgets new weights that a node has loaded but does not use yet; weights in use stay.
+    """
     _change(access, nodes, base_model, 60.0, output, "DROP")
 
 
@@ -256,7 +259,7 @@ def _check_loaded(loaded: Sequence[admin_pb2.NodeWeights]) -> None:
 
 
 def _drop(admin: AdminConnection, names: Sequence[str]) -> None:
-    """Let nodes drop the weights that they loaded but do not use, if they can be reached."""
+    """Let all nodes that can be reached drop the weights that they loaded but do not use."""
     for name in names:
         try:
             _ask(admin, name, "DROP")

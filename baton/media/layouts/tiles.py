@@ -109,7 +109,7 @@ class TilesLayout:
 
 
 def _scaled(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Return the sides with the longer side scaled to ``longest``, and the shorter side even."""
+    """Return height and width: the longer side is ``longest``, the shorter side an even number."""
     aspect = width / height
     if width >= height:
         width = longest

@@ -14,7 +14,7 @@ _MORE_AT_ONCE = 8
 
 
 class CallPace:
-    """Turns to begin or cancel a call, of which each interval of time has a limited number.
+    """Gives out turns to begin or cancel a call, a limited number in each interval of time.
 
     Between the intervals, the event loop does its other work, however many calls wait. Connections
     take turns, so many calls on one connection hardly delay calls on another connection. If the

@@ -23,7 +23,7 @@ _TELLING = ("type", "const", "enum")
 _MAX_EXCLUDED_CHARS = 1_000
 _MAX_WAYS = 8
 _MAX_DEPTH = 8
-_MAX_SCHEMAS = 300  # limit per condition, as references may repeat schemas
+_MAX_SCHEMAS = 300  # per condition, as references may repeat schemas
 # Keyword with a limit -> the opposite keyword, what to add to the limit, and the types of values
 # that both keywords limit.
 _NUMBERS, _TEXTS, _LISTS = ("integer", "number"), ("string",), ("array",)
@@ -115,7 +115,10 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
 
 
 def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
-    """Rewrite oneOf: make alternatives that limit only properties exclude each other."""
+    """Rewrite oneOf as alternatives that exclude each other.
+
+    Only alternatives that limit nothing but properties are rewritten.
+    """
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or not 1 < len(ways) <= _MAX_WAYS:
         return schema
@@ -210,7 +213,7 @@ class _Opposites:
 
 
 def _typed(ways: Sequence[Schema], types: Sequence[str]) -> list[Any]:
-    """Limit alternatives to the types that a keyword checks, because it accepts all other types."""
+    """Limit alternatives to the types that a keyword checks; the keyword allows all other types."""
     return [{"type": list(types), **way} for way in ways] if types else []
 
 

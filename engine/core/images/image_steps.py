@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan
@@ -30,16 +30,33 @@ from engine.core.request import Request
 from engine.core.step_plan import StepPlan
 
 
-class ImageSteps:
-    """Chooses the images that each step encodes.
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The limits of the images in one engine's steps.
 
-    Args:
+    Attributes:
         cache_tokens: maximum number of tokens of all encodings that the workers keep; 0: the model
             takes no images.
         max_encoder_tokens: maximum number of tokens of the images that one step encodes. One image
             may have more.
+        keeps_whole: whether no chunk may end within an image, because the image's tokens attend to
+            each other in both directions.
+    """
+
+    cache_tokens: int = 0
+    max_encoder_tokens: int = 0
+    keeps_whole: bool = False
+
+
+NO_IMAGES = ImageLimits()
+
+
+class ImageSteps:
+    """Chooses the images that each step encodes.
+
+    Args:
+        limits: the limits of a step.
         counters: counts encoded images and hits of the encoder cache.
-        keeps_whole: whether no chunk may end within an image.
 
     Attributes:
         cache: the workers' encodings.
@@ -47,19 +64,12 @@ class ImageSteps:
             empties it.
     """
 
-    def __init__(
-        self,
-        cache_tokens: int,
-        max_encoder_tokens: int,
-        counters: EngineCounters,
-        *,
-        keeps_whole: bool = False,
-    ) -> None:
-        self.cache = EncoderCache(cache_tokens)
+    def __init__(self, limits: ImageLimits, counters: EngineCounters) -> None:
+        self.cache = EncoderCache(limits.cache_tokens)
         self.wanted: list[PromptImages] = []
-        self._max_encoder_tokens, self._counters = max_encoder_tokens, counters
-        self._keeps_whole = keeps_whole
-        self._num_tokens_left = max_encoder_tokens
+        self._max_encoder_tokens, self._counters = limits.max_encoder_tokens, counters
+        self._keeps_whole = limits.keeps_whole
+        self._num_tokens_left = limits.max_encoder_tokens
         self._encodes_any = False
         self._num_open = 0  # number of open requests with images
         # Encodings that the next step releases: (digest of the image, holder).
@@ -175,6 +185,7 @@ class ImageSteps:
                 missing.append(index)
             elif span.first >= start:
                 self._counters.encoder_cache_hits += 1
+                request.num_encodings_cached += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
         for index in missing:  # last, because new encodings may evict free ones
@@ -182,7 +193,7 @@ class ImageSteps:
             holder = (request.request_id, span.first)
             # An image that comes twice in the prompt is in the cache the second time.
             if not self.cache.hold(span.digest, holder):
-                self._encode_image(images, index, holder)
+                self._encode_image(request, images, index)
 
     def add_to(self, plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
         """Add to a step's plan the images to encode and to place; call once per planned step."""
@@ -194,7 +205,7 @@ class ImageSteps:
         Call once per planned step.
         """
         placed: list[PlacedImage] = []
-        row = 0  # row in the step of the request's first scheduled token
+        row = 0  # the step's row of the request's first scheduled token
         for item in scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
             if request.images is not None:
@@ -241,8 +252,9 @@ class ImageSteps:
         assert set(self._encode) <= set(self.cache)
         assert not set(self._forget) & (set(self.cache) - set(self._encode))
 
-    def _encode_image(self, images: PromptImages, index: int, holder: tuple[str, int]) -> None:
+    def _encode_image(self, request: Request, images: PromptImages, index: int) -> None:
         span = images.spans[index]
+        holder = (request.request_id, span.first)
         assert images.pixels is not None, "a request without pixel values is not scheduled"
         for digest in self.cache.add(span.digest, span.num_tokens, holder):
             if self._encode.pop(digest, None) is None:  # the encoding was made, or is being made
@@ -256,6 +268,7 @@ class ImageSteps:
         self._num_tokens_left -= span.num_tokens
         self._encodes_any = True
         self._counters.images_encoded += 1
+        request.num_images_encoded += 1
 
 
 def _is_encoded(images: PromptImages, span: ImageSpan) -> bool:

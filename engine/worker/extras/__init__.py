@@ -1,1 +1,1 @@
-"""What a step computes besides tokens: encodings of images, and results of pooled prompts."""
+"""What a step computes besides tokens, and the exchange of sampled tokens between ranks."""

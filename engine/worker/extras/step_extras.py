@@ -22,6 +22,7 @@ from engine.sampling.step_sampler import LaunchedStep, Proposed
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.extras.encodings import Encodings, ReadImages
 from engine.worker.extras.pooler import Pooler
+from engine.worker.extras.rank_tokens import RankTokens
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.prepared_step import PreparedStep
 from models.base import CausalLM
@@ -30,18 +31,19 @@ NO_IMAGES = ReadImages()
 
 
 class StepExtras:
-    """Adds this work to the steps of one model runner. Steps without any pass unchanged.
+    """Adds encodings, pooled results and drafts to the steps of one model runner.
 
     Args:
         model: the model, with its encoder of images.
         device: device of the model.
-        is_last_stage: whether this rank's pipeline stage has the last layer, so that it pools.
+        tokens: exchanges sampled tokens with other ranks. Only the last pipeline stage pools.
         drafting: makes drafts after each step, once its tokens are known; None: no drafts.
         replays: returns whether steps replay captured graphs, which overwrite earlier hidden
             states.
 
     Attributes:
         encodings: encodings of images.
+        tokens: see the arguments.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class StepExtras:
         model: CausalLM,
         device: torch.device,
         *,
-        is_last_stage: bool = True,
+        tokens: RankTokens | None = None,
         drafting: Drafting | None = None,
         replays: Callable[[], bool] = lambda: False,
     ) -> None:
         self.encodings = Encodings(model, device)
-        self._pooler = Pooler(model, is_last_stage=is_last_stage)
+        self.tokens = tokens or RankTokens()
+        self._pooler = Pooler(model, is_last_stage=self.tokens.is_last_stage)
         self._drafting, self._replays = drafting, replays
         self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched yet
         self._read = NO_IMAGES
@@ -89,7 +92,7 @@ class StepExtras:
     # ------------------------------------------------------------------ drafts
 
     def prepare(self, plan: StepPlan, batch: InputBatch) -> None:
-        """Copy what the drafter needs of a plan that was just written into the input batch."""
+        """Copy what the drafter needs of a plan, right after the batch has read the plan."""
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
 

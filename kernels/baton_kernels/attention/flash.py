@@ -11,6 +11,7 @@ models, schedulers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -94,79 +95,52 @@ class FlashAttention:
         # [num_blocks, block_size, num_kv_heads, head_dim] each
         key, value = kv_cache.transpose(2, 3).unbind(1)
         newest = options.sliding_window
-        shared = {
-            "softmax_scale": options.scale,
-            "causal": True,
-            "window_size": (-1, -1) if newest is None else (newest - 1, 0),
-            "softcap": options.soft_cap or 0.0,
-        }
-        rows = query[: self._num_rows]
-        if self._version == NEWEST:
-            found = self._all_with_version_3(rows, key, value, metadata, shared)
-        elif self._only_decodes:
-            found = self._decodes_with_version_2(rows, key, value, metadata, shared)
-        else:
-            found = self._all_with_version_2(rows, key, value, metadata, shared)
+        compute, rows, own = self._call(query[: self._num_rows], metadata)
+        found: Tensor = compute(
+            rows,
+            key,
+            value,
+            softmax_scale=options.scale,
+            causal=True,
+            window_size=(-1, -1) if newest is None else (newest - 1, 0),
+            softcap=options.soft_cap or 0.0,
+            **own,
+        )
+        found = found.reshape(self._num_rows, *query.shape[1:])
         if self._num_rows == len(query):
             return found
         return torch.cat((found, found.new_zeros(len(query) - self._num_rows, *found.shape[1:])))
 
-    def _all_with_version_3(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: AttentionMetadata,
-        shared: dict[str, Any],
-    ) -> Tensor:
-        found: Tensor = self._functions.flash_attn_with_kvcache(
+    def _call(
+        self, query: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Callable[..., Tensor], Tensor, dict[str, Any]]:
+        """Return the function for the planned step, its queries, and its own arguments."""
+        if self._version == NEWEST:
+            return (
+                self._functions.flash_attn_with_kvcache,
+                query,
+                {
+                    "cache_seqlens": metadata.seq_lens,
+                    "page_table": metadata.block_table,
+                    "cu_seqlens_q": metadata.query_start_loc,
+                    "max_seqlen_q": metadata.max_query_len,
+                },
+            )
+        if self._only_decodes:
+            # Unlike flash_attn_varlen_func, this divides long contexts among multiprocessors.
+            return (
+                self._functions.flash_attn_with_kvcache,
+                query.unsqueeze(1),  # [num_requests, 1, num_heads, head_dim]
+                {"cache_seqlens": metadata.seq_lens, "block_table": metadata.block_table},
+            )
+        return (
+            self._functions.flash_attn_varlen_func,
             query,
-            key,
-            value,
-            cache_seqlens=metadata.seq_lens,
-            page_table=metadata.block_table,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_q=metadata.max_query_len,
-            **shared,
+            {
+                "cu_seqlens_q": metadata.query_start_loc,
+                "cu_seqlens_k": self._key_starts,
+                "max_seqlen_q": metadata.max_query_len,
+                "max_seqlen_k": metadata.max_seq_len,
+                "block_table": metadata.block_table,
+            },
         )
-        return found
-
-    def _all_with_version_2(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: AttentionMetadata,
-        shared: dict[str, Any],
-    ) -> Tensor:
-        found: Tensor = self._functions.flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens_q=metadata.query_start_loc,
-            cu_seqlens_k=self._key_starts,
-            max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_seq_len,
-            block_table=metadata.block_table,
-            **shared,
-        )
-        return found
-
-    def _decodes_with_version_2(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: AttentionMetadata,
-        shared: dict[str, Any],
-    ) -> Tensor:
-        # Unlike flash_attn_varlen_func, this divides long contexts among multiprocessors.
-        found: Tensor = self._functions.flash_attn_with_kvcache(
-            query.unsqueeze(1),  # [num_requests, 1, num_heads, head_dim]
-            key,
-            value,
-            cache_seqlens=metadata.seq_lens,
-            block_table=metadata.block_table,
-            **shared,
-        )
-        return found.squeeze(1)

@@ -519,7 +519,7 @@ class NativeOps:
         gated: int,
     ) -> LinearCall:
         groups = _tensors_of(weight.groups)
-        # Indices (int64) have no code, and the C function needs none.
+        # Indices (int64) have no dtype code, and the C function needs none for them.
         code = 0 if rows.dtype == torch.int64 else _CODES[rows.dtype]
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]

@@ -148,7 +148,7 @@ class NamedIdentity:
             raise ConfigError("tls_cert: must name the node, by a URI or a DNS name")
         self.own = found[0].encode()
         self._certificates = certificates
-        # Load the files now, because later no file descriptor may be left.
+        # Load the files now: later, the process may have run out of file descriptors.
         self._contexts = _signed_contexts(certificates)
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:

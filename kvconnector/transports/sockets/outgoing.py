@@ -275,7 +275,7 @@ class Outgoing:
         if self._raw is not None:
             self._raw.close()
         self._raw = self._connection = self._ended = None
-        self._writes.clear()  # writes that are not over read their problem from this object
+        self._writes.clear()  # unfinished writes look up `problem` here
         self._waiting.clear()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:

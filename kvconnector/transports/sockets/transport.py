@@ -90,7 +90,7 @@ class TlsTransport:
             pid=os.getpid(),
             manifest=memory.manifest,
             num_blocks=layout.num_blocks,
-            # without addresses: no peer writes by address
+            # addresses are left out, because no peer writes by address
             ranks=(RankMemory(agent_metadata=msgspec.msgpack.encode(where)),),
             scratch_bytes=self.scratch.memory.nbytes,
         )

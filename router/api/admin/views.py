@@ -209,6 +209,7 @@ def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
                 prefill_node=candidate.prefill,
                 decode_node=candidate.decode,
                 cost=candidate.cost,
+                num_computed_tokens=candidate.num_computed_tokens,
                 terms=[
                     admin_pb2.CostTerm(name=name, value=value)
                     for name, value in candidate.terms.items()

@@ -155,8 +155,8 @@ class Suspicion:
     def note_progress(self, attempt: Attempt) -> None:
         """Note that an attempt yielded tokens.
 
-        The first token clears the call for computing prompts; after `PROVEN_TOKENS` tokens, the
-        call is cleared altogether.
+        The first token proves that computing the call's prompt kills no node. After
+        `PROVEN_TOKENS` tokens, the call is no longer blamed for any loss.
         """
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
@@ -206,7 +206,7 @@ class Suspicion:
                 self._clear(work)
 
     def _clear(self, *works: Work) -> None:
-        """Clear the call of the losses during these kinds of work."""
+        """Stop blaming the call for nodes that were lost during these kinds of work."""
         for work in works:
             self._suspects.forget_losses(self._fingerprint, self._blamed.pop(work, ()))
             if self._work is work:

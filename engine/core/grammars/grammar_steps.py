@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.api.errors import InvalidRequestError
-from engine.core.grammar import MaskMaker, MasksAtOnce, allowed_bits
+from engine.core.grammars.grammar import MaskMaker, MasksAtOnce, allowed_bits
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 from engine.core.step_plan import StepHooks, StepPlan
