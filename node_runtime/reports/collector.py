@@ -106,6 +106,27 @@ class TransferCollector(Collector):
             "Images encoded here because no encode node's encoding came.",
             handoffs.encodings_lost,
         )
+        yield self._gauge(
+            "fetches_open",
+            "Cached prefixes that are sent, expected or in quarantine.",
+            handoffs.fetches_open,
+        )
+        ends = dict.fromkeys(("expected", "received", "lost"), 0) | dict(handoffs.fetches)
+        yield self._family(
+            CounterMetricFamily,
+            "fetches",
+            "Cached prefixes, by what became of them.",
+            _by("state", ends),
+        )
+        yield self._counter(
+            "fetched_tokens", "Tokens of the received prefixes.", handoffs.fetched_tokens
+        )
+        yield self._counter(
+            "fetched_bytes", "Bytes of the received prefixes.", handoffs.fetched_bytes
+        )
+        yield self._counter(
+            "shared_tokens", "Tokens of prefixes sent to other nodes.", handoffs.shared_tokens
+        )
 
     def _of_connector(self, connector: ConnectorMetrics) -> Iterator[Metric]:
         pairs = [
