@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.api.sampling_params import SamplingParams
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.outputs import ModelRunnerOutput
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from loadtest.load.generate import Lengths
@@ -137,15 +137,24 @@ class Occupancy:
     running: int = 0
     reserved: dict[str, int] | None = None
 
-    def note(self, scheduler: Scheduler, sizes: dict[str, Sizes], max_model_len: int) -> None:
-        """Add the state after one step."""
+    def note(
+        self,
+        scheduler: Scheduler,
+        scheduled: SchedulerOutput,
+        sizes: dict[str, Sizes],
+        max_model_len: int,
+    ) -> None:
+        """Add the state after a step is computed and before ended requests free their blocks."""
+        computing = {
+            item.request.request_id: item.num_scheduled_tokens for item in scheduled.scheduled
+        }
         self.reserved = self.reserved or dict.fromkeys(RESERVATIONS, 0)
         self.num_steps += 1
         for request in scheduler.requests.values():
             if not request.block_ids:
                 continue
             self.running += 1
-            self.filled += request.num_computed_tokens
+            self.filled += request.num_computed_tokens + computing.get(request.request_id, 0)
             self.held += scheduler.kv_cache_manager.num_tokens_held(request)
             for name, reserve in RESERVATIONS.items():
                 self.reserved[name] += reserve(sizes[request.request_id], max_model_len)
@@ -171,9 +180,9 @@ def occupy(
         if not scheduled.scheduled:
             raise RuntimeError(f"a request does not fit {num_blocks} blocks of {block_size}")
         tokens = {item.request.request_id: (7,) for item in scheduled.scheduled if item.samples}
-        scheduler.update(scheduled, ModelRunnerOutput(tokens))
         if scheduler.num_waiting:
-            occupancy.note(scheduler, sizes, max_model_len)
+            occupancy.note(scheduler, scheduled, sizes, max_model_len)
+        scheduler.update(scheduled, ModelRunnerOutput(tokens))
     scheduler.check()
     return occupancy, scheduler
 
