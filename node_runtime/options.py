@@ -137,6 +137,13 @@ class NodeOptions(ProgramOptions):
         "node takes no new weights.",
     )
 
+    fetch_prefixes: bool = option(
+        False,
+        help="Let prefill nodes get cached parts of prompts from decode nodes, such as earlier "
+        "turns of a conversation, instead of computing them; on nodes of both roles. For models "
+        "with full attention in all layers, on nodes with all ranks on one machine.",
+    )
+
     @property
     def vllm_model(self) -> str:
         """Return the model's name for metrics with vLLM's names; empty: show no such metrics."""

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from baton.access.exposure import split_address
 from baton.access.tls import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.kv.prefixes import is_fetch_end
 from baton.link.admin_answers import Answer
 from baton.link.drain import Drain
 from baton.link.router_link import RouterLink
@@ -133,7 +134,8 @@ class RouterLinks:
 
         Call this on the thread of the event loop.
         """
-        if isinstance(event, PeerReport) and not event.is_encode_node:
+        is_of_pair = isinstance(event, PeerReport) and not event.is_encode_node
+        if is_of_pair and not is_fetch_end(event.engine_id):
             note = self.reached.add if event.connected else self.reached.discard
             note(event.engine_id)
         if not isinstance(event, tuple):

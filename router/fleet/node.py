@@ -81,7 +81,12 @@ def num_bytes_of(registration: NodeRegistration) -> int:
     """Return the size in bytes of what the router keeps of a registration while the node lives."""
     entries = registration.compatibility
     texts = sum(map(sys.getsizeof, (*entries, *entries.values())))
-    return len(registration.peer_info) + len(registration.encodings_peer_info) + texts
+    infos = (
+        registration.peer_info,
+        registration.encodings_peer_info,
+        registration.fetch_peer_info,
+    )
+    return sum(map(len, infos)) + texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

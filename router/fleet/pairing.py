@@ -6,7 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.link.words import REVISION, NodeRegistration, NodeRole, PeerReport, PeerUpdate
+from baton.link.words import (
+    PAIR_ROLES,
+    REVISION,
+    NodeRegistration,
+    NodeRole,
+    PeerReport,
+    PeerUpdate,
+)
 from router.fleet.node import Node
 
 logger = logging.getLogger(__name__)
@@ -73,7 +80,11 @@ def _update_about(node: Node, reader: Node) -> PeerUpdate:
     told, info = node.registration, node.registration.peer_info
     if reader.registration.role is NodeRole.ENCODE:
         info = told.encodings_peer_info
-    return PeerUpdate(node.engine_id, info)
+    are_pair = {told.role, reader.registration.role} == set(PAIR_ROLES)
+    fetches = are_pair and bool(reader.registration.fetch_peer_info)
+    return PeerUpdate(
+        node.engine_id, info, fetch_peer_info=told.fetch_peer_info if fetches else b""
+    )
 
 
 def are_peers(one: Node, other: Node) -> bool:
