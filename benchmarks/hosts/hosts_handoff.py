@@ -32,7 +32,6 @@ CONNECTORS, PUSHES = ("nixl", "tls"), ("layers", "after-prefill")
 LENGTHS = (1024, 4096, 16384)  # tokens
 UNLIMITED = 0.0
 RATES = (1.0, 10.0, UNLIMITED)  # Gbit/s
-# TCP and IP headers and Ethernet frames take the rest of a link of 1,500-byte packets.
 READY_TIMEOUT_S = 120.0
 BITS = 8
 
@@ -137,8 +136,20 @@ def run(
                             speed = f"{rate:g} Gbit/s" if rate else "unlimited"
                             name = f"{connector}, {push}, {speed}, {length} tokens"
                             table[name] = figures(found, rate, push)
-                            print(name, table[name], flush=True)
+                            print_row(name, table[name])
                 for name in ("p0", "d0"):
                     network.limit(name, None)  # the next pair meets at full rate
-    run.show("hand-off between hosts", table)
     return {"rows": table}
+
+
+def print_row(name: str, row: dict[str, Any]) -> None:
+    """Print the main figures of one row."""
+    parts = [f"exposed {row['exposed_transfer_ms']:.2f} ms", f"prefill {row['prefill_ms']:.0f} ms"]
+    if "least_exposed_ms" in row:
+        parts.append(f"least exposed {row['least_exposed_ms']:.2f} ms")
+    parts.append(f"KV made at {row['kv_made_gbit_per_s']:.2f} Gbit/s")
+    if "gbit_per_s" in row:
+        parts.append(f"sent at {row['gbit_per_s']:.2f} Gbit/s")
+    if "share_of_link" in row:
+        parts.append(f"share of the link {row['share_of_link']:.2f}")
+    print(f"{name:44} | {' | '.join(parts)} | {row['transport']}", flush=True)

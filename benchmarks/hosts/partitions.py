@@ -44,7 +44,7 @@ NODE_WORDS = (
 READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, FREE_TIMEOUT_S = 120.0, 30.0, 10.0
 AFTER_S = 1.0  # load goes on for this long after the recovery
 _NOTICED = re.compile(
-    r"((?:p|d)\d (?:cannot reach|gets no requests|stands still))|node ((?:p|d)\d (?!joined)\D{3,40})"
+    r"([pd]\d (?:cannot reach|gets no requests|stands still))|node ([pd]\d (?!joined)\D{3,40})"
 )
 
 
