@@ -17,6 +17,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Literal
 
 import grpc
 
@@ -34,6 +36,7 @@ CLIENT, ROUTER = "client", "router"
 NODES = ("p0", "p1", "d0", "d1")
 MEMBERS = (CLIENT, ROUTER, "p0", "d0")
 PAIRS = tuple(f"{a}>{b}" for a, b in itertools.permutations(MEMBERS, 2))
+LINKS = (ROUTER, "p0", "d0")
 NO_CUT = "none"
 NUM_CASES = 100
 # Caches are much smaller than all prompts together, so that most KV travels.
@@ -53,6 +56,8 @@ class Row:
     """Outcome of one cut.
 
     Attributes:
+        cut: a direction such as p0>d0, or a host whose link goes down.
+        times: number of cuts; the network is whole between them for as long.
         counts: number of requests by outcome.
         longest_pause_s: longest time without a token in any request.
         recovered_after_s: seconds from the mended network until all pairs are connected; None: not
@@ -64,6 +69,7 @@ class Row:
 
     cut: str
     seconds: float
+    times: int
     seed: int
     counts: dict[str, int] = field(default_factory=dict)
     num_retried: int = 0
@@ -81,11 +87,13 @@ class Site:
         self.network, self.programs, self.cases = network, programs, cases
         self.router = programs.router
 
-    def start(self, node_words: Sequence[str]) -> None:
+    def start(self, connector: str) -> None:
         """Start all programs, and wait until all pairs are connected."""
         self.programs.start_router("--no-local-prefill")
         for name in NODES:
-            self.programs.start_node(name, *NODE_WORDS, *node_words)
+            kv = ["--kv-listen", self.network.at(name, 0)] if connector == "tls" else []
+            words = [*NODE_WORDS, "--kv-connector", connector, *kv]
+            self.programs.start_node(name, *words)
         self.network.enter(CLIENT)  # before gRPC has threads: they stay where they begin
         if _seconds_until(lambda: all_are_paired(self.router), READY_TIMEOUT_S) is None:
             raise TimeoutError("\n".join(self.programs.log(name)[-2000:] for name in NODES))
@@ -132,15 +140,10 @@ async def run_row(site: Site, row: Row, concurrency: int) -> None:
     )  # fmt: skip
     async with under_load(load):
         await asyncio.sleep(draw.uniform(0.3, 0.8))
-        if row.cut == NO_CUT:
-            await asyncio.sleep(row.seconds)
-        else:
-            pair = row.cut.split(">")
-            await asyncio.to_thread(site.network.cut, *pair)
-            try:
+        for number in range(row.times):
+            if number:
                 await asyncio.sleep(row.seconds)
-            finally:
-                await asyncio.to_thread(site.network.mend, *pair)
+            await cut_for(site.network, row.cut, row.seconds)
         row.recovered_after_s = await asyncio.to_thread(
             _seconds_until, lambda: all_are_paired(site.router), RECOVERY_TIMEOUT_S
         )
@@ -159,9 +162,27 @@ async def run_row(site: Site, row: Row, concurrency: int) -> None:
         row.broken += sorted(details)[:3]
 
 
+async def cut_for(network: Network, cut: str, seconds: float) -> None:
+    """Cut one direction, or take a host's link down, for a while."""
+    if cut == NO_CUT:
+        await asyncio.sleep(seconds)
+        return
+    if ">" in cut:
+        pair = cut.split(">")
+        begin, end = partial(network.cut, *pair), partial(network.mend, *pair)
+    else:
+        begin = partial(network.set_link, cut, up=False)
+        end = partial(network.set_link, cut, up=True)
+    await asyncio.to_thread(begin)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        await asyncio.to_thread(end)
+
+
 def _broken(row: Row, site: Site) -> list[str]:
     """Return the promises that did not hold."""
-    is_excused = CLIENT in row.cut.split(">")
+    is_excused = CLIENT in row.cut.split(">") or row.cut == ROUTER
     broken = [
         f"{number} {outcome}"
         for outcome, number in row.counts.items()
@@ -177,22 +198,28 @@ def _broken(row: Row, site: Site) -> list[str]:
 def run(
     run: Run,
     seconds: Sequence[float] = (0.2, 1.0, 3.0),
-    pairs: Sequence[str] = PAIRS,
+    cuts: Sequence[str] = (*PAIRS, *LINKS),
+    times: int = 1,
     seeds: Sequence[int] = (0,),
     concurrency: int = 6,
     family: Family = "ipv4",
-    connector: str = "nixl",
+    connector: Literal["nixl", "tls"] = "nixl",
+    rto_max_ms: int = 0,
     logs: bool = False,
 ) -> dict[str, object] | None:
     """Cut each direction for each time.
 
     Args:
         seconds: lengths of the cuts; 30 is worth a run of its own.
-        pairs: directions to cut, such as p0>d0; by default all between client, router, p0 and d0.
+        cuts: directions such as p0>d0, or hosts whose link goes down; by default all directions
+            between client, router, p0 and d0, and the links of the last three.
+        times: number of cuts of each row; the network is whole between them for as long.
         seeds: each has its own requests and moments.
         concurrency: number of open requests.
         family: ipv4 or ipv6, the only addresses of all hosts.
         connector: nixl or tls.
+        rto_max_ms: longest pause of TCP between two tries to send the same bytes, on all hosts
+            (net.ipv4.tcp_rto_max_ms, Linux 6.15); 0: the kernel's default.
         logs: print the logs of a broken row's programs.
     """
     if reason := why_no_hosts():
@@ -201,11 +228,13 @@ def run(
     cases = make_cases(str(DEMO_MODEL), NUM_CASES, seed=0)
     rows: list[Row] = []
     with Network([CLIENT, ROUTER, *NODES], [family]) as network, HostPrograms(network) as programs:
+        if rto_max_ms:
+            network.set_kernel_option("net.ipv4.tcp_rto_max_ms", rto_max_ms)
         site = Site(network, programs, cases)
-        site.start(() if connector == "nixl" else ("--kv-connector", connector))
-        cuts = [(NO_CUT, max(seconds)), *itertools.product(pairs, seconds)]
-        for seed, (cut, length) in itertools.product(seeds, cuts):
-            row = Row(cut, length, seed)
+        site.start(connector)
+        all_cuts = [(NO_CUT, max(seconds)), *itertools.product(cuts, seconds)]
+        for seed, (cut, length) in itertools.product(seeds, all_cuts):
+            row = Row(cut, length, times, seed)
             asyncio.run(run_row(site, row, concurrency))
             rows.append(row)
             print_row(row)
@@ -216,15 +245,17 @@ def run(
                 if not all_are_paired(site.router):
                     break
         events = [f"{event.at_s:.2f} {event.text}" for event in network.events]
-    return {"rows": [asdict(row) for row in rows], "events": events, "connector": connector}
+    return {"rows": [asdict(row) for row in rows], "events": events, "connector": connector,
+            "rto_max_ms": rto_max_ms}  # fmt: skip
 
 
 def print_row(row: Row) -> None:
     """Print one row."""
     recovered = "-" if row.recovered_after_s is None else f"{row.recovered_after_s:.2f} s"
     print(
-        f"{row.cut:15} {row.seconds:4g} s | {row.counts} | tried again {row.num_retried} | longest "
-        f"pause {row.longest_pause_s:.2f} s | whole after {recovered} | "
+        f"{row.cut:15} {row.times} x {row.seconds:4g} s | {row.counts} | "
+        f"tried again {row.num_retried} | longest pause {row.longest_pause_s:.2f} s | "
+        f"whole after {recovered} | "
         f"{', '.join(row.noticed) or 'nothing noticed'}"
         f"{' | BROKEN ' + '; '.join(row.broken) if row.broken else ''}",
         flush=True,
