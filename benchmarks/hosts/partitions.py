@@ -38,10 +38,10 @@ MEMBERS = (CLIENT, ROUTER, "p0", "d0")
 PAIRS = tuple(f"{a}>{b}" for a, b in itertools.permutations(MEMBERS, 2))
 LINKS = (ROUTER, "p0", "d0")
 NO_CUT = "none"
-NUM_CASES = 100
+NUM_CASES = 24
 # Caches are much smaller than all prompts together, so that most KV travels.
 NODE_WORDS = (
-    *("--dtype", "float32", "--num-blocks", "320", "--max-num-requests", "16"),
+    *("--dtype", "float32", "--num-blocks", "160", "--max-num-requests", "16"),
     *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
 )
 READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, FREE_TIMEOUT_S = 120.0, 30.0, 10.0
